@@ -1,0 +1,90 @@
+-- Checks that several functions share. They run inside functions that pin search_path.
+
+create function pgsched._check_name(p_argument text, p_value text)
+  returns void
+  language plpgsql
+  immutable
+as $$
+begin
+  if (octet_length(p_value) between 1 and 63 and p_value !~ '[[:cntrl:]]') is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = format('%s is not a valid name: %s', p_argument,
+                       coalesce(quote_literal(left(p_value, 80)), 'null')),
+      hint = 'Give 1 to 63 bytes without control characters.';
+  end if;
+end;
+$$;
+
+comment on function pgsched._check_name is
+  'Raises TS400 naming the argument unless the value is 1 to 63 bytes without control characters.';
+
+revoke all on function pgsched._check_name from public;
+
+-- Seconds, not an interval, so that neither a month's length nor a clock change bends a lease.
+create function pgsched._lease_seconds(p_lease interval)
+  returns double precision
+  language plpgsql
+  immutable
+as $$
+declare
+  v_seconds double precision := date_part('epoch', p_lease);
+begin
+  if (v_seconds between 1 and 86400) is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_lease is not a valid lease: %s', coalesce(p_lease::text, 'null')),
+      hint = 'Give 1 second to 24 hours.';
+  end if;
+  return v_seconds;
+end;
+$$;
+
+comment on function pgsched._lease_seconds is
+  'Length of a lease in seconds; TS400 unless it is 1 second to 24 hours.';
+
+revoke all on function pgsched._lease_seconds from public;
+
+-- Years of five digits are where clients stop reading timestamps (Python's datetime ends at 9999).
+create function pgsched._check_run_at(p_argument text, p_value timestamptz)
+  returns void
+  language plpgsql
+  immutable
+as $$
+begin
+  if p_value in ('infinity', '-infinity') or p_value >= '9999-01-01 00:00:00+00' then
+    raise exception using
+      errcode = 'TS400',
+      message = format('%s is out of range', p_argument),
+      hint = 'Give a time before the year 9999, or null for now.';
+  end if;
+end;
+$$;
+
+comment on function pgsched._check_run_at is
+  'Raises TS400 naming the argument for an infinite time or one of the year 9999 or later.';
+
+revoke all on function pgsched._check_run_at from public;
+
+create function pgsched._check_batch(p_ids bigint[], p_claim_tokens uuid[])
+  returns void
+  language plpgsql
+  immutable
+as $$
+begin
+  if (array_ndims(p_ids) > 1 or array_ndims(p_claim_tokens) > 1
+      or cardinality(p_ids) <> cardinality(p_claim_tokens)
+      or array_position(p_ids, null) is not null
+      or array_position(p_claim_tokens, null) is not null) is not false then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_ids and p_claim_tokens do not pair up',
+      hint = 'Give two arrays of one dimension and equal length without nulls.';
+  end if;
+end;
+$$;
+
+comment on function pgsched._check_batch is
+  'Raises TS400 unless both arrays have one dimension, equal length and no null.';
+
+revoke all on function pgsched._check_batch from public;

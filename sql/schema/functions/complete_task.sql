@@ -1,0 +1,49 @@
+-- The task's advisory lock is taken first: completion may stand at the end of the caller's own long
+-- transaction, and the reaper then passes by. Id and token are checked by the statement that moves
+-- the row, so that a claim which ended while this call waited changes nothing.
+create function pgsched.complete_task(
+    p_id bigint,
+    p_claim_token uuid,
+    p_result jsonb default null)
+  returns boolean
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set plan_cache_mode = force_generic_plan
+  set enable_seqscan = off
+as $$
+begin
+  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
+
+  with ended as (
+    delete from pgsched.scheduled_tasks as t
+     where t.id = p_id and t.claim_token = p_claim_token
+    returning t.*)
+  insert into pgsched.finished_tasks (
+         id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
+         claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
+         cancel_requested_at, last_error, created_at, finished_at, result)
+  select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
+         e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
+         e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
+         clock_timestamp(), p_result
+    from ended as e;
+  if found then
+    return true;
+  end if;
+
+  if exists (
+    select from pgsched.finished_tasks as f
+     where f.id = p_id and f.claim_token = p_claim_token and f.status = 'completed') then
+    return false;
+  end if;
+  perform pgsched._raise_not_current(p_id, p_claim_token);
+end;
+$$;
+
+comment on function pgsched.complete_task is
+  'Ends a claim with success. True: completed now; false: this same claim had completed it already. '
+  'Part of the caller''s transaction; waits for another one that works on the same task. '
+  'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
+
+revoke all on function pgsched.complete_task from public;

@@ -1,0 +1,66 @@
+-- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
+-- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
+-- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
+-- that are held do not use up the limit.
+create function pgsched.reap_stale(p_limit integer default 1000)
+  returns table (id bigint, status text)
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_ids bigint[];
+  v_outcome record;
+begin
+  if (p_limit between 1 and 1000) is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
+      hint = 'Give 1 to 1000: each reaped task holds a slot of the shared lock table until commit.';
+  end if;
+
+  v_ids := array(
+    select s.id
+      from (select t.id
+              from pgsched.scheduled_tasks as t
+             where t.status = 'processing' and t.lease_expires_at <= v_now
+             order by t.id
+               for update skip locked) as s
+     where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
+     limit p_limit);
+
+  -- The row locks have given this transaction its id: read the clock again before run_at is set.
+  v_now := clock_timestamp();
+  for v_outcome in
+    select t.status, array_agg(t.id order by t.id) as ids, array_agg(t.error order by t.id) as errors
+      from (select r.id,
+                   format('worker %s was lost: its lease ended during attempt %s',
+                          r.claimed_by, r.attempt) as error,
+                   case
+                     when r.cancel_requested_at is not null then 'cancelled'
+                     when r.attempt >= r.max_attempts then 'failed'
+                     else 'queued'
+                   end as status
+              from pgsched.scheduled_tasks as r
+             where r.id = any (v_ids)) as t
+     group by t.status
+  loop
+    if v_outcome.status = 'queued' then
+      perform pgsched._requeue_tasks(v_outcome.ids, v_outcome.errors, v_now);
+    else
+      perform pgsched._finish_tasks(v_outcome.ids, v_outcome.errors, v_outcome.status, v_now);
+    end if;
+    return query select unnest(v_outcome.ids), v_outcome.status;
+  end loop;
+end;
+$$;
+
+comment on function pgsched.reap_stale is
+  'Takes tasks whose lease ended from their holders, at most p_limit (1 to 1000) a call, and says '
+  'what became of each: queued (due at once), failed (attempts used up), cancelled (a cancel was '
+  'requested). Passes by what another session is acting on; safe from any number of callers; '
+  'writes nothing when no lease ended. Raises TS400.';
+
+revoke all on function pgsched.reap_stale from public;

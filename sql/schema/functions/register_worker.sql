@@ -1,0 +1,42 @@
+create function pgsched.register_worker(p_name text, p_queues text[], p_slots integer)
+  returns bigint
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_id bigint;
+begin
+  perform pgsched._check_name('p_name', p_name);
+  perform pgsched._check_name('p_queues', q.name) from unnest(p_queues) as q (name);
+  if (cardinality(p_queues) >= 1 and p_slots >= 1) is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_queues is empty or p_slots is below 1',
+      hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
+  end if;
+
+  -- A killed worker cannot sign off; nobody needs its row after a day.
+  delete from pgsched.workers as w
+   where w.id in (
+         select o.id
+           from pgsched.workers as o
+          where o.seen_at < v_now - interval '1 day'
+          order by o.id
+            for update skip locked);
+
+  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
+  values (p_name, p_queues, p_slots, v_now, v_now)
+  on conflict (name) do update
+     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at
+  returning w.id into v_id;
+  return v_id;
+end;
+$$;
+
+comment on function pgsched.register_worker is
+  'Says that a worker process is there and returns the id of its row; a worker repeats it about '
+  'every minute. Rows not seen for a day are deleted on the way. Raises TS400.';
+
+revoke all on function pgsched.register_worker from public;
