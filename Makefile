@@ -1,0 +1,97 @@
+# What a developer runs. Needs Python >= 3.11, make and the system's package manager; everything
+# else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint types pgtap pytest migration check-migration clean
+
+help: ## this list
+	@echo "pgsched: make ..."
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/demo.done ## a minute of real work on a private PostgreSQL
+	@exec $(BIN)/pgsched demo
+
+test: .venv/dev.done .venv/pgtap/pgtap.sql lint types check-migration pgtap pytest ## everything that has to pass
+	@tests=$$(sed -n 's/.*<testsuite .* tests="\([0-9]*\)".*/\1/p' .venv/pytest.xml); \
+	skipped=$$(sed -n 's/.*<testsuite .* skipped="\([0-9]*\)".*/\1/p' .venv/pytest.xml); \
+	[ "$$skipped" = 0 ] && skips= || skips=" ($$skipped skipped)"; \
+	echo "All tests passed: $$(cat .venv/pgtap.txt)," \
+	  "$$((tests - skipped)) pytest tests$$skips, lint and types clean."
+
+lint: .venv/dev.done ## ruff's rules and format
+	@echo "Linting (ruff)"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: .venv/dev.done ## mypy --strict
+	@echo "Checking types (mypy)"
+	@$(BIN)/mypy
+
+pgtap: .venv/dev.done .venv/pgtap/pgtap.sql ## the SQL tests, on a private PostgreSQL
+	@echo "Running the SQL tests (pg_prove)"
+	@$(BIN)/python tests/run_pgtap.py --summary .venv/pgtap.txt
+
+pytest: .venv/dev.done ## the Python tests, on a private PostgreSQL
+	@echo "Running the Python tests (pytest)"
+	@$(BIN)/python -m pytest --junitxml .venv/pytest.xml
+
+# Until 0.1.0 is released, the first migration is the schema files in schema.sql's order.
+define initial
+{ \
+  echo "-- Everything pgsched is made of: its tables, views and functions."; \
+  echo "-- depends:"; \
+  echo; \
+  echo "-- Made from sql/schema/ by make migration: edit the files there."; \
+  awk '$$1 == "\\ir" { \
+    file = "sql/schema/" $$2; print ""; \
+    while ((got = (getline line < file)) > 0) print line; \
+    if (got < 0) { print "cannot read " file > "/dev/stderr"; exit 1 } \
+    close(file) }' sql/schema/schema.sql; \
+}
+endef
+
+migration: ## sql/migrations/0001.initial.sql again, from sql/schema/
+	@echo "Writing sql/migrations/0001.initial.sql"
+	@new=$$($(initial)) && printf '%s\n' "$$new" > sql/migrations/0001.initial.sql
+
+check-migration:
+	@echo "Comparing sql/migrations/0001.initial.sql with sql/schema/"
+	@new=$$($(initial)) && printf '%s\n' "$$new" | diff -u sql/migrations/0001.initial.sql - || \
+	  { echo "They differ: run make migration." >&2; exit 1; }
+
+clean: ## remove .venv and everything else that was built
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
+	find pgsched tests -name __pycache__ -exec rm -rf {} +
+
+# Runs $(1) with its output in a log, which is shown only when it fails.
+quietly = { $(1); } > .venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1; }
+
+# A Debian python3 comes without ensurepip; python3.N-venv has it.
+.venv/venv.done:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pgsched needs Python 3.11 or newer as $(PYTHON); try make PYTHON=python3.13" >&2; exit 1; }
+	@mkdir -p .venv
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	    echo "$(PYTHON) cannot make a virtual environment: install $$package" >&2; exit 1; fi; \
+	  echo "Installing $$package (apt-get)"; \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  $(call quietly,apt-get install -y --no-install-recommends $$package || \
+	    { apt-get update && apt-get install -y --no-install-recommends $$package; }); }
+	@echo "Creating .venv"
+	@$(call quietly,$(PYTHON) -m venv .venv)
+	@touch $@
+
+.venv/%.done: .venv/venv.done pyproject.toml
+	@echo "Installing pgsched[$*] and what it needs into .venv (pip)"
+	@$(call quietly,$(BIN)/python -m pip install --disable-pip-version-check -e '.[$*]')
+	@touch $@
+
+.venv/pgtap/pgtap.sql: pgtap/install.sh | .venv/venv.done
+	@echo "Fetching pgTAP into .venv/pgtap"
+	@sh pgtap/install.sh .venv/pgtap
+	@touch $@

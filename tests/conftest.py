@@ -1,0 +1,71 @@
+"""A PostgreSQL server for the session, and a fresh database with pgsched in it for each test.
+
+The environment variable PGSCHED_PG_BIN chooses the server's version.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from pgsched.embedded import Server
+
+SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A running server that gives up durability for speed."""
+    settings = {
+        "fsync": "off",
+        "synchronous_commit": "off",
+        "full_page_writes": "off",
+        "max_connections": "200",
+    }
+    with Server(settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def template(server: Server) -> str:
+    """The name of a database with the schema, installed with psql as a user would."""
+    name = "pgsched_template"
+    server.create_database(name)
+    options = ["-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", name]
+    server.run("psql", *options, "-f", SCHEMA, check=True)
+    return name
+
+
+@pytest.fixture
+def dsn(server: Server, template: str) -> Iterator[str]:
+    """The URL of a database of this test's own, with the schema; dropped afterwards."""
+    name = f"test_{next(_numbers)}"
+    yield server.create_database(name, template=template)
+    with psycopg.connect(server.dsn(), autocommit=True) as conn:
+        conn.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection]]:
+    """Open connections to this test's database, autocommit unless told; closed afterwards."""
+    connections: list[psycopg.Connection] = []
+
+    def connect(**options: Any) -> psycopg.Connection:
+        connections.append(psycopg.connect(dsn, **{"autocommit": True, **options}))
+        return connections[-1]
+
+    yield connect
+    for connection in connections:
+        connection.close()
+
+
+@pytest.fixture
+def conn(connect: Callable[..., psycopg.Connection]) -> psycopg.Connection:
+    """An autocommit connection to this test's database."""
+    return connect()
