@@ -1,0 +1,3 @@
+from pgsched.cli import main
+
+main()

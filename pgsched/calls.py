@@ -1,0 +1,278 @@
+"""The SQL functions that the driver calls, one Python function each. No other SQL stands anywhere.
+
+All of them use the connection they are given and never commit. psycopg.Error passes through; what
+an SQLSTATE of pgsched's stands for is told by pgsched.errors.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from threading import Event
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from pgsched.errors import InvalidArgument, from_database
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A claimed task, as a handler gets it.
+
+    ``attempt`` counts this one. ``run_at`` and ``created_at`` are times of the server's clock.
+    ``cancelled`` is set when a cancel was requested or the claim was lost: stop, the result will
+    not count.
+    """
+
+    id: int
+    queue: str
+    task_type: str
+    payload: Any
+    priority: int
+    attempt: int
+    max_attempts: int
+    run_at: datetime
+    created_at: datetime
+    cancelled: Event = field(default_factory=Event, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One row of claim_task; ``payload`` is still text: a bad one must not end the batch."""
+
+    id: int
+    token: UUID
+    task_type: str
+    payload: str
+    queue: str
+    priority: int
+    attempt: int
+    max_attempts: int
+    run_at: datetime
+    created_at: datetime
+    lease_expires_at: datetime
+    contended: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """One row of queue_stats. Counts stop at 10,000: that figure means 10,000 or more."""
+
+    queue: str
+    paused: bool
+    queued: int
+    due: int
+    processing: int
+    failed: int
+    oldest_due_age: timedelta
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise pgsched's exception in place of a psycopg.Error that carries an SQLSTATE of pgsched."""
+    try:
+        yield
+    except psycopg.Error as error:
+        translation = from_database(error)
+        if translation is error:
+            raise
+        raise translation from error
+
+
+def to_json(value: Any) -> str:
+    """JSON text of a payload or a result; InvalidArgument when there is none (NaN, a datetime…)."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"not representable as JSON: {error}") from error
+
+
+def enqueue(
+    conn: Connection,
+    task_type: str,
+    payload: Any = None,
+    *,
+    queue: str = "default",
+    run_at: datetime | None = None,
+    delay: timedelta | None = None,
+    priority: int = 5,
+    max_attempts: int | None = None,
+    unique_key: str | None = None,
+    concurrency_key: str | None = None,
+) -> int:
+    """Add a task in the transaction of ``conn``, which stays the caller's to commit.
+
+    Arguments:
+        conn: a psycopg connection; an autocommit one commits the task at once.
+        task_type: names the handler; 1 to 63 bytes.
+        payload: anything json.dumps takes; None means {}. At most 1 MiB by default.
+        queue: 1 to 63 bytes; needs no setting up.
+        run_at: not before this time; needs a time zone. Past or None means now.
+        delay: not before this long from now by the server's clock; instead of run_at.
+        priority: 0 (first) to 9 (last).
+        max_attempts: at least 1; None means the queue's own, 20 by default.
+        unique_key: while a live task of the queue has this key, no second one is added.
+        concurrency_key: kept with the task.
+
+    Returns the id of the new task, or of the live task that has the unique key.
+
+    Raises InvalidArgument, and psycopg.Error for what the database itself refuses.
+    """
+    if run_at is not None and delay is not None:
+        raise InvalidArgument("give run_at or delay, not both")
+    if run_at is not None and run_at.utcoffset() is None:
+        raise InvalidArgument("run_at has no time zone: give an aware datetime")
+    with translated():
+        [(task_id,)] = conn.execute(
+            """
+            select pgsched.enqueue_task(
+                     p_task_type => %s, p_payload => %s::jsonb, p_queue => %s,
+                     p_run_at => coalesce(%s::timestamptz, clock_timestamp() + %s::interval),
+                     p_priority => %s::integer, p_max_attempts => %s::integer,
+                     p_unique_key => %s, p_concurrency_key => %s)
+            """,
+            (
+                task_type,
+                to_json({} if payload is None else payload),
+                queue,
+                run_at,
+                delay,
+                priority,
+                max_attempts,
+                unique_key,
+                concurrency_key,
+            ),
+        )
+    assert isinstance(task_id, int)
+    return task_id
+
+
+def claim_task(
+    conn: Connection, worker: str, queue: str, lease: timedelta, limit: int
+) -> list[Claim]:
+    """Up to ``limit`` (1 to 100) due tasks of a queue, claimed for ``lease``, in claim order."""
+    rows = conn.execute(
+        """
+        select c.id, c.claim_token, c.task_type, c.payload::text, c.queue, c.priority, c.attempt,
+               c.max_attempts, c.run_at, c.created_at, c.lease_expires_at, c.contended
+          from pgsched.claim_task(
+                 p_worker => %s, p_queue => %s, p_lease => %s, p_limit => %s::integer) as c
+        """,
+        (worker, queue, lease, limit),
+    )
+    return [Claim(*row) for row in rows]
+
+
+def extend_tasks(
+    conn: Connection, ids: Sequence[int], tokens: Sequence[UUID], lease: timedelta
+) -> list[str]:
+    """What became of each claim, in the order given: extended, cancel_requested, busy or lost."""
+    rows = conn.execute(
+        """
+        select e.outcome
+          from pgsched.extend_tasks(
+                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_lease => %s) as e
+        """,
+        (list(ids), list(tokens), lease),
+    )
+    return [outcome for (outcome,) in rows]
+
+
+def complete_tasks(
+    conn: Connection, ids: Sequence[int], tokens: Sequence[UUID], results: Sequence[str | None]
+) -> list[str]:
+    """What became of each claim, in the order given: completed, already, stale, gone or busy.
+
+    Results are JSON text.
+    """
+    rows = conn.execute(
+        """
+        select c.outcome
+          from pgsched.complete_tasks(
+                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
+                 p_results => %s::text[]::jsonb[]) as c
+        """,
+        (list(ids), list(tokens), list(results)),
+    )
+    return [outcome for (outcome,) in rows]
+
+
+def fail_task(
+    conn: Connection,
+    task_id: int,
+    token: UUID,
+    error: str,
+    retry_in: timedelta | None,
+    permanent: bool,
+) -> str:
+    """What became of the task: queued (it will be tried again), failed or cancelled."""
+    [(status,)] = conn.execute(
+        """
+        select f.status
+          from pgsched.fail_task(
+                 p_id => %s::bigint, p_claim_token => %s, p_error => %s, p_retry_in => %s,
+                 p_permanent => %s) as f
+        """,
+        (task_id, token, error, retry_in, permanent),
+    )
+    return str(status)
+
+
+def release_task(conn: Connection, task_id: int, token: UUID, delay: timedelta) -> None:
+    """Give a claim back, due again after ``delay`` by the server's clock; attempt not counted."""
+    conn.execute(
+        """
+        select pgsched.release_task(
+                 p_id => %s::bigint, p_claim_token => %s,
+                 p_run_at => clock_timestamp() + %s::interval)
+        """,
+        (task_id, token, delay),
+    )
+
+
+def reap_stale(conn: Connection, limit: int) -> list[tuple[int, str]]:
+    """Id and new status of up to ``limit`` tasks whose lease had ended."""
+    rows = conn.execute(
+        "select r.id, r.status from pgsched.reap_stale(p_limit => %s::integer) as r", (limit,)
+    )
+    return [(task_id, status) for task_id, status in rows]
+
+
+def register_worker(conn: Connection, name: str, queues: Sequence[str], slots: int) -> int:
+    """Id of the worker's row; repeated about every minute."""
+    [(worker_id,)] = conn.execute(
+        """
+        select pgsched.register_worker(
+                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer)
+        """,
+        (name, list(queues), slots),
+    )
+    assert isinstance(worker_id, int)
+    return worker_id
+
+
+def unregister_worker(conn: Connection, worker_id: int) -> None:
+    """The worker process ends."""
+    conn.execute("select pgsched.unregister_worker(p_id => %s::bigint)", (worker_id,))
+
+
+def queue_stats(conn: Connection) -> list[QueueStats]:
+    """One row for each queue that has settings, live tasks or dead letters."""
+    rows = conn.execute(
+        """
+        select s.queue, s.paused, s.queued, s.due, s.processing, s.failed, s.oldest_due_age
+          from pgsched.queue_stats() as s
+        """
+    )
+    return [QueueStats(*row) for row in rows]
+
+
+def schema_version(conn: Connection) -> str:
+    """Number of the newest migration in the database."""
+    [(version,)] = conn.execute("select pgsched.schema_version()")
+    return str(version)

@@ -1,0 +1,352 @@
+"""The worker's loop: one thread owns the database. It reports, extends, reaps, claims, sleeps."""
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+from uuid import UUID
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from pgsched import calls
+from pgsched.calls import Claim, Connection
+from pgsched.errors import ClaimLost, TaskNotFound, from_database
+from pgsched.handlers import Executor, Handler, Outcome, error_text
+from pgsched.metrics import Metrics
+from pgsched.worker import Settings
+
+BATCH = 100
+"""Most tasks of one claim, completion or reap: bounds how long each transaction is."""
+REAP_SECONDS = 5.0
+REGISTER_SECONDS = 60.0
+RECONNECT_SECONDS = (0.1, 5.0)
+"""Wait before the first and, doubling, at most before each further attempt to connect."""
+BUSY_SECONDS = 0.05
+"""Wait before an outcome whose row another transaction had locked is reported again."""
+UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
+"""How long a task that has no handler here is left to other workers."""
+
+CONNECTION: dict[str, Any] = {
+    "application_name": "pgsched worker",
+    "connect_timeout": 10,
+    # A server that fell silent is given up after about ten seconds, not after hours.
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+"""Connection parameters that a DSN may override; see libpq."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("pgsched")
+
+
+@dataclass(slots=True)
+class Held:
+    """A claim, from claim_task's answer until the database accepted its outcome."""
+
+    claim: Claim
+    claimed_at: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class Loop:
+    """Runs once. Of its methods only ``_finished`` is called from other threads."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        handlers: Mapping[str, Handler],
+        metrics: Metrics,
+        stopping: threading.Event,
+        wake: threading.Event,
+    ) -> None:
+        self._settings = settings
+        self._name = name
+        self._lease = timedelta(seconds=settings.lease)
+        self._handlers = handlers
+        self._metrics = metrics
+        self._stopping = stopping
+        self._wake = wake
+        self._executor = Executor(handlers, settings.concurrency, self._finished)
+        # Handlers' threads append, the loop takes away.
+        self._outcomes: deque[Outcome] = deque()
+        # By token: the same task may be claimed again while a lost claim's handler still runs.
+        self._held: dict[UUID, Held] = {}
+        self._unreported: dict[UUID, Outcome] = {}
+        self._busy = 0
+        self._worker_id: int | None = None
+        self._unknown_types: set[str] = set()
+        now = time.monotonic()
+        self._report_at = now
+        self._extend_at = now + settings.lease / 3
+        self._reap_at = now + REAP_SECONDS * random.random()
+        self._register_at = now
+        self._poll_at = dict.fromkeys(settings.queues, now)
+
+    def run(self) -> None:
+        """Until stopped; see Worker.run."""
+        log.info("started: worker=%s queues=%s", self._name, ",".join(self._settings.queues))
+        connection: Connection | None = None
+        deadline: float | None = None
+        failures = 0
+        while True:
+            self._wake.clear()
+            if self._stopping.is_set() and deadline is None:
+                deadline = time.monotonic() + self._settings.grace
+                log.info("stopping: worker=%s running=%d", self._name, self._busy)
+            try:
+                if connection is None:
+                    connection = self._connect()
+                wait = self._turn(connection)
+                failures = 0
+            except psycopg.Error as error:
+                first, longest = RECONNECT_SECONDS
+                wait = min(first * 2 ** min(failures, 16), longest) * random.uniform(0.5, 1.0)
+                failures += 1
+                log.warning("database: error=%r retry_in=%.1fs", error_text(error), wait)
+                if connection is not None and connection.closed:
+                    self._metrics.reconnects.inc()
+                    connection = None
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if not self._held or left <= 0:
+                    break
+                wait = min(wait, left)
+            self._wake.wait(wait)
+        if self._held:
+            log.warning(
+                "left to their leases: tasks=%s",
+                ",".join(str(held.claim.id) for held in self._held.values()),
+            )
+        self._executor.close()
+        if connection is not None:
+            self._sign_off(connection)
+        log.info("stopped: worker=%s", self._name)
+
+    def _finished(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._wake.set()
+
+    def _connect(self) -> Connection:
+        """A connection that a transaction-mode pooler may sit behind: no session state at all."""
+        given = conninfo_to_dict(self._settings.dsn)
+        connection = psycopg.connect(
+            self._settings.dsn,
+            autocommit=True,
+            prepare_threshold=None,
+            **{name: value for name, value in CONNECTION.items() if name not in given},
+        )
+        if self._worker_id is None:
+            try:
+                calls.schema_version(connection)
+            except psycopg.ProgrammingError as error:
+                connection.close()
+                raise from_database(error) from error
+        return connection
+
+    def _turn(self, connection: Connection) -> float:
+        """Everything that is due; returns how long [s] nothing else will be."""
+        now = time.monotonic()
+        self._collect()
+        if self._unreported and now >= self._report_at:
+            self._report(connection)
+        if self._held and now >= self._extend_at:
+            self._extend(connection)
+        if now >= self._register_at:
+            self._worker_id = calls.register_worker(
+                connection, self._name, self._settings.queues, self._settings.concurrency
+            )
+            self._register_at = now + REGISTER_SECONDS
+        if now >= self._reap_at:
+            self._reap(connection)
+        free = self._settings.concurrency - self._busy
+        if free and not self._stopping.is_set():
+            free = self._claim(connection, free)
+        self._metrics.slots_busy.set(self._busy)
+
+        due = [self._register_at, self._reap_at]
+        if self._unreported:
+            due.append(self._report_at)
+        if self._held:
+            due.append(self._extend_at)
+        if free and not self._stopping.is_set():
+            due.extend(self._poll_at.values())
+        return max(0.0, min(due) - time.monotonic())
+
+    def _collect(self) -> None:
+        """Take over what handlers' threads left; the outcome of a lost claim counts no more."""
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            self._busy -= 1
+            if outcome.claim.token in self._held:
+                self._unreported[outcome.claim.token] = outcome
+
+    def _report(self, connection: Connection) -> None:
+        """Tell the database how claims ended. What it has not accepted stays unreported."""
+        self._report_at = time.monotonic()
+        for batch in _batches(self._of_kind("completed")):
+            for outcome, answer in zip(batch, self._complete(connection, batch), strict=True):
+                if answer in ("completed", "already"):
+                    self._observe_latency(outcome)
+                    self._settle(outcome, "completed")
+                elif answer in ("stale", "gone"):
+                    self._lose(outcome.claim)
+                else:
+                    self._report_at = time.monotonic() + BUSY_SECONDS
+        for outcome in self._of_kind("failed") + self._of_kind("released"):
+            claim = outcome.claim
+            try:
+                if outcome.kind == "released":
+                    calls.release_task(
+                        connection, claim.id, claim.token, outcome.delay or timedelta()
+                    )
+                    status = "released"
+                else:
+                    status = calls.fail_task(
+                        connection,
+                        claim.id,
+                        claim.token,
+                        outcome.error,
+                        outcome.delay,
+                        outcome.permanent,
+                    )
+            except psycopg.Error as error:
+                if not isinstance(from_database(error), ClaimLost | TaskNotFound):
+                    raise
+                self._lose(claim)
+            else:
+                self._settle(outcome, "retried" if status == "queued" else status)
+
+    def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> list[str]:
+        try:
+            return calls.complete_tasks(
+                connection,
+                [outcome.claim.id for outcome in batch],
+                [outcome.claim.token for outcome in batch],
+                [outcome.result for outcome in batch],
+            )
+        except psycopg.DatabaseError as error:
+            # JSON that jsonb cannot hold (a NUL, too deep, too large): find it, the rest counts.
+            if (error.sqlstate or "")[:2] not in ("22", "54"):
+                raise
+            if len(batch) > 1:
+                return [self._complete(connection, [outcome])[0] for outcome in batch]
+            [outcome] = batch
+            self._unreported[outcome.claim.token] = replace(
+                outcome, kind="failed", result=None, error=f"result refused: {error_text(error)}"
+            )
+            return ["refused"]
+
+    def _extend(self, connection: Connection) -> None:
+        """Extend every claim that is held, also those whose outcome waits to be reported."""
+        self._extend_at = time.monotonic() + self._settings.lease / 3
+        for batch in _batches(list(self._held.values())):
+            answers = calls.extend_tasks(
+                connection,
+                [held.claim.id for held in batch],
+                [held.claim.token for held in batch],
+                self._lease,
+            )
+            for held, answer in zip(batch, answers, strict=True):
+                if answer == "lost":
+                    self._lose(held.claim)
+                elif answer == "busy":
+                    self._extend_at = time.monotonic() + min(1.0, self._settings.lease / 10)
+                elif answer == "cancel_requested":
+                    held.cancelled.set()
+                    self._executor.cancel(held.claim.token)
+
+    def _reap(self, connection: Connection) -> None:
+        reaped = calls.reap_stale(connection, BATCH)
+        for task_id, status in reaped:
+            log.warning("reaped: task=%d status=%s", task_id, status)
+            self._metrics.reaped.labels(status).inc()
+        more = len(reaped) == BATCH
+        self._reap_at = time.monotonic() + (
+            0 if more else REAP_SECONDS * random.uniform(0.75, 1.25)
+        )
+
+    def _claim(self, connection: Connection, free: int) -> int:
+        """One claim for each queue that is due, as far as slots are free; returns those left."""
+        for queue in list(self._poll_at):
+            if not free or self._poll_at[queue] > time.monotonic():
+                continue
+            # To the end of the line, so that no queue always comes first.
+            self._poll_at[queue] = self._poll_at.pop(queue)
+            limit = min(free, BATCH)
+            claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
+            now = time.monotonic()
+            if len(claims) < limit:
+                self._poll_at[queue] = now + self._settings.poll_interval * random.uniform(0.5, 1.5)
+            if claims:
+                self._metrics.lock_contention.labels(queue).inc(claims[0].contended)
+            for claim in claims:
+                self._start(claim, now)
+            free = self._settings.concurrency - self._busy
+        return free
+
+    def _start(self, claim: Claim, now: float) -> None:
+        held = Held(claim, now)
+        self._held[claim.token] = held
+        if claim.task_type in self._handlers:
+            self._busy += 1
+            self._executor.start(claim, held.cancelled)
+            return
+        if claim.task_type not in self._unknown_types:
+            self._unknown_types.add(claim.task_type)
+            log.warning("no handler, left to other workers: task_type=%s", claim.task_type)
+        delay = timedelta(seconds=random.uniform(*UNKNOWN_TYPE_SECONDS))
+        self._unreported[claim.token] = Outcome(claim, "released", delay=delay)
+
+    def _of_kind(self, kind: str) -> list[Outcome]:
+        return [outcome for outcome in self._unreported.values() if outcome.kind == kind]
+
+    def _settle(self, outcome: Outcome, how: str) -> None:
+        """The claim is over and counted."""
+        claim = outcome.claim
+        del self._held[claim.token]
+        self._unreported.pop(claim.token, None)
+        task_type = claim.task_type if claim.task_type in self._handlers else ""
+        self._metrics.outcomes.labels(claim.queue, task_type, how).inc()
+        log.debug(
+            "ended: task=%d task_type=%s attempt=%d outcome=%s seconds=%.3f",
+            *(claim.id, claim.task_type, claim.attempt, how, outcome.seconds),
+        )
+
+    def _lose(self, claim: Claim) -> None:
+        """The claim is another's now, or nobody's: whatever the handler does counts no more."""
+        held = self._held[claim.token]
+        held.cancelled.set()
+        self._executor.cancel(claim.token)
+        log.warning("claim lost: task=%d attempt=%d", claim.id, claim.attempt)
+        self._settle(Outcome(claim, "failed"), "lost")
+
+    def _observe_latency(self, outcome: Outcome) -> None:
+        """run_at to now: by the server's clock until the claim, by this machine's from there on."""
+        claim = outcome.claim
+        waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
+        self._metrics.scheduling_latency.labels(claim.queue, claim.task_type).observe(
+            max(0.0, waited) + time.monotonic() - self._held[claim.token].claimed_at
+        )
+
+    def _sign_off(self, connection: Connection) -> None:
+        try:
+            if self._worker_id is not None:
+                calls.unregister_worker(connection, self._worker_id)
+            connection.close()
+        except psycopg.Error as error:
+            log.warning("not signed off: error=%r", error_text(error))
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), BATCH):
+        yield items[start : start + BATCH]

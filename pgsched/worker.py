@@ -1,0 +1,178 @@
+"""The worker as its user sees it: settings, handlers, start and stop."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TypeVar
+
+from psycopg.conninfo import conninfo_to_dict
+
+from pgsched.errors import InvalidArgument
+from pgsched.handlers import Handler
+
+__all__ = ["Settings", "Worker"]
+
+H = TypeVar("H", bound=Handler)
+
+log = logging.getLogger("pgsched")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a worker runs. All times are in seconds.
+
+    ``dsn``: URL or keywords; empty: libpq's environment variables.
+    ``queues``: the queues to claim from; none of them has to exist yet.
+    ``concurrency``: how many handlers run at once, 1 to 10,000.
+    ``lease``: how long a claim is held, 1 to 86,400; extended every third of it while needed.
+    ``poll_interval``: how long, on average, a queue without due tasks is left alone.
+    ``grace``: how long handlers may go on after a stop; what runs then is left to its lease.
+    ``metrics_port``: serves Prometheus' page there; None: not at all.
+
+    Raises pgsched.InvalidArgument.
+    """
+
+    dsn: str = ""
+    queues: tuple[str, ...] = ("default",)
+    concurrency: int = 10
+    lease: float = 30.0
+    poll_interval: float = 1.0
+    grace: float = 25.0
+    metrics_port: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            conninfo_to_dict(self.dsn)
+        except Exception as error:
+            raise InvalidArgument("dsn is neither a PostgreSQL URL nor key=value pairs") from error
+        for valid, message in (
+            (self.queues and len(set(self.queues)) == len(self.queues), "queues: name each once"),
+            (1 <= self.concurrency <= 10_000, "concurrency: 1 to 10000"),
+            (1 <= self.lease <= 86_400, "lease: 1 to 86400 seconds"),
+            (0 < self.poll_interval <= 3600, "poll_interval: above 0, at most 3600 seconds"),
+            (0 <= self.grace <= 86_400, "grace: 0 to 86400 seconds"),
+        ):
+            if not valid:
+                raise InvalidArgument(message)
+
+
+class _StopNow(BaseException):
+    """The second signal."""
+
+
+class Worker:
+    """Claims due tasks, runs their handlers, reports how they ended.
+
+    Takes the fields of Settings, the DSN first::
+
+        worker = Worker("postgresql:///app", queues=["billing"], concurrency=10)
+
+        @worker.task("charge_card")
+        def charge_card(task): ...          # or async def
+
+        worker.run()
+
+    Raises pgsched.InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        dsn: str = "",
+        *,
+        queues: Sequence[str] = ("default",),
+        concurrency: int = 10,
+        lease: float = 30.0,
+        poll_interval: float = 1.0,
+        grace: float = 25.0,
+        metrics_port: int | None = None,
+    ) -> None:
+        self.settings = Settings(
+            dsn=dsn,
+            queues=tuple(queues),
+            concurrency=concurrency,
+            lease=lease,
+            poll_interval=poll_interval,
+            grace=grace,
+            metrics_port=metrics_port,
+        )
+        self._handlers: dict[str, Handler] = {}
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+
+    def task(self, task_type: str) -> Callable[[H], H]:
+        """Decorator for the function or coroutine function that handles tasks of a type.
+
+        It is called with a pgsched.Task. Its return value, which JSON must be able to hold, becomes
+        the task's result. An exception fails the attempt; Retry, Snooze and Fail say more.
+
+        Raises pgsched.InvalidArgument when the type has a handler already.
+        """
+
+        def register(handler: H) -> H:
+            if task_type in self._handlers:
+                raise InvalidArgument(f"task type {task_type!r} has a handler already")
+            self._handlers[task_type] = handler
+            return handler
+
+        return register
+
+    def stop(self) -> None:
+        """Claim no more; run() returns when the running handlers have ended, or after ``grace``.
+
+        May be called from any thread, and from a handler.
+        """
+        self._stopping.set()
+        self._wake.set()
+
+    def run(self) -> None:
+        """Work until stop() or, in the main thread, SIGTERM or SIGINT; a second signal ends it now.
+
+        Tasks that still run then are left to their leases. Never ends because the database is away:
+        it reconnects, for ever. Raises pgsched.SchemaError when the database answers but the schema
+        is not there or may not be used.
+        """
+        # prometheus_client takes a tenth of a second to import: not for those who only enqueue.
+        from pgsched.loop import Loop
+        from pgsched.metrics import Metrics
+
+        name = f"{socket.gethostname()[:32]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        metrics = Metrics(self.settings.concurrency)
+        port = self.settings.metrics_port
+        with self._signals():
+            if port is not None:
+                try:
+                    metrics.serve(port)
+                except OSError as error:
+                    log.error("no metrics page: port=%d error=%s", port, error)
+            loop = Loop(self.settings, name, self._handlers, metrics, self._stopping, self._wake)
+            try:
+                loop.run()
+            except _StopNow:
+                log.warning("stopped at once: worker=%s", name)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._stopping.is_set():
+                raise _StopNow
+            self.stop()
+
+        before = {
+            number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
