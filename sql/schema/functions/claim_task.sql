@@ -1,6 +1,6 @@
--- Rows are chosen by the claim index, level after level, each locked in the moment it is chosen:
--- at most p_limit, and no row that another session has locked. Only then the advisory lock of each
--- chosen row is tried: inside the choice it would lock rows that nobody asked for.
+-- Rows are picked by the claim index, level after level, each locked in the moment it is picked: at
+-- most p_limit, and no row that another session has locked. Only then the advisory lock of each is
+-- tried, above the limit that no plan moves it through: below, it would lock rows nobody asked for.
 -- The settings keep a plan from a small table, a sequential scan and JIT away from the hot path.
 create function pgsched.claim_task(
     p_worker text,
@@ -23,8 +23,8 @@ declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
   v_now timestamptz;
 begin
-  perform pgsched._check_name('p_worker', p_worker);
-  perform pgsched._check_name('p_queue', p_queue);
+  p_worker := pgsched._name('p_worker', p_worker);
+  p_queue := pgsched._name('p_queue', p_queue);
   if (p_limit between 1 and 100) is not true then
     raise exception using
       errcode = 'TS400',
@@ -43,25 +43,28 @@ begin
            claimed_at = v_now,
            lease_expires_at = v_now + v_lease_seconds * interval '1 second'
      where t.id = any (array(
-             select chosen.id
-               from (select p.level::smallint as priority
-                       from generate_series(0, 9) as p (level)
-                      where not exists (
-                            select from pgsched.queues as q where q.name = p_queue and q.paused)
-                      order by p.level
-                     offset 0) as levels
-              cross join lateral (
-                    select s.id
-                      from pgsched.scheduled_tasks as s
-                     where s.queue = p_queue
-                       and s.priority = levels.priority
-                       and s.status = 'queued'
-                       and s.run_at <= v_now
-                     order by s.run_at, s.id
-                     limit p_limit
-                       for no key update skip locked) as chosen
-              limit p_limit))
-       and pg_try_advisory_xact_lock(1337, (t.id % 2147483647)::integer)
+             select picked.id
+               from (select chosen.id
+                       from (select p.level::smallint as priority
+                               from generate_series(0, 9) as p (level)
+                              where not exists (
+                                    select
+                                      from pgsched.queues as q
+                                     where q.name = p_queue and q.paused)
+                              order by p.level
+                             offset 0) as levels
+                      cross join lateral (
+                            select s.id
+                              from pgsched.scheduled_tasks as s
+                             where s.queue = p_queue
+                               and s.priority = levels.priority
+                               and s.status = 'queued'
+                               and s.run_at <= v_now
+                             order by s.run_at, s.id
+                             limit p_limit
+                               for no key update skip locked) as chosen
+                      limit p_limit) as picked
+              where pg_try_advisory_xact_lock(1337, (picked.id % 2147483647)::integer)))
     returning t.*)
   select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
          c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,

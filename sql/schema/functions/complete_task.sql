@@ -11,6 +11,7 @@ create function pgsched.complete_task(
   set search_path = pg_catalog, pg_temp
   set plan_cache_mode = force_generic_plan
   set enable_seqscan = off
+  set jit = off
 as $$
 begin
   perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);

@@ -11,6 +11,7 @@ create function pgsched.enqueue_task(
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_default_attempts integer;
@@ -18,17 +19,15 @@ declare
   v_now timestamptz;
   v_id bigint;
 begin
-  perform pgsched._check_name('p_task_type', p_task_type);
-  perform pgsched._check_name('p_queue', p_queue);
+  p_task_type := pgsched._name('p_task_type', p_task_type);
+  p_queue := pgsched._name('p_queue', p_queue);
   if p_unique_key is not null then
-    perform pgsched._check_name('p_unique_key', p_unique_key);
+    p_unique_key := pgsched._name('p_unique_key', p_unique_key);
   end if;
   if p_concurrency_key is not null then
-    perform pgsched._check_name('p_concurrency_key', p_concurrency_key);
+    p_concurrency_key := pgsched._name('p_concurrency_key', p_concurrency_key);
   end if;
-  if p_run_at is not null then
-    perform pgsched._check_run_at('p_run_at', p_run_at);
-  end if;
+  p_run_at := pgsched._run_at(p_run_at);
   if (p_priority between 0 and 9) is not true then
     raise exception using
       errcode = 'TS400',
@@ -49,10 +48,12 @@ begin
   if (octet_length(p_payload::text) <= coalesce(v_max_payload, 1048576)) is not true then
     raise exception using
       errcode = 'TS400',
-      message = coalesce(format('p_payload is %s bytes long, the limit of the queue is %s',
-                                octet_length(p_payload::text), coalesce(v_max_payload, 1048576)),
-                         'p_payload must not be null'),
-      hint = 'Store large data elsewhere and enqueue a reference to it.';
+      message = case
+                  when p_payload is null then 'p_payload must not be null'
+                  else format('p_payload is %s bytes long, the limit of the queue is %s',
+                              octet_length(p_payload::text), coalesce(v_max_payload, 1048576))
+                end,
+      hint = 'Give JSON; store large data elsewhere and enqueue a reference to it.';
   end if;
 
   -- The id of this transaction first, then the clock: a queued row is never older than its writer.

@@ -8,6 +8,7 @@ create function pgsched.fail_task(
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare

@@ -7,6 +7,7 @@ create function pgsched.reap_stale(p_limit integer default 1000)
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare

@@ -8,8 +8,8 @@ declare
   v_now timestamptz := clock_timestamp();
   v_id bigint;
 begin
-  perform pgsched._check_name('p_name', p_name);
-  perform pgsched._check_name('p_queues', q.name) from unnest(p_queues) as q (name);
+  p_name := pgsched._name('p_name', p_name);
+  perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
   if (cardinality(p_queues) >= 1 and p_slots >= 1) is not true then
     raise exception using
       errcode = 'TS400',

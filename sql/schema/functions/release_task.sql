@@ -6,12 +6,13 @@ create function pgsched.release_task(
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_now timestamptz;
   v_cancelled boolean;
 begin
-  perform pgsched._check_run_at('p_run_at', p_run_at);
+  p_run_at := pgsched._run_at(p_run_at);
 
   perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
   select t.cancel_requested_at is not null
