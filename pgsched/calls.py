@@ -14,10 +14,23 @@ from typing import Any
 from uuid import UUID
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from pgsched.errors import InvalidArgument, from_database
 
 Connection = psycopg.Connection[tuple[Any, ...]]
+
+CONNECTION: dict[str, Any] = {
+    "connect_timeout": 10,
+    # psycopg returns the text of an SQL_ASCII database as bytes otherwise.
+    "client_encoding": "utf8",
+    # A server that fell silent is given up after about ten seconds, not after hours.
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+"""libpq's connection parameters, where the DSN says nothing else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +103,18 @@ def to_json(value: Any) -> str:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"not representable as JSON: {error}") from error
+
+
+def connect(dsn: str, *, application_name: str) -> Connection:
+    """An autocommit connection that a transaction-mode pooler may sit behind: no session state."""
+    given = conninfo_to_dict(dsn)
+    return psycopg.connect(
+        dsn,
+        autocommit=True,
+        prepare_threshold=None,
+        fallback_application_name=application_name[:63],
+        **{name: value for name, value in CONNECTION.items() if name not in given},
+    )
 
 
 def enqueue(

@@ -4,8 +4,6 @@ import importlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,14 +38,6 @@ dsn_option = click.option(
     default="",
     help="Database, as a URL or key=value pairs. Default: PGSCHED_DSN, else libpq's environment.",
 )
-
-
-@contextmanager
-def _connection(dsn: str) -> Iterator[calls.Connection]:
-    with psycopg.connect(
-        dsn, autocommit=True, prepare_threshold=None, fallback_application_name="pgsched"
-    ) as connection:
-        yield connection
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -131,7 +121,7 @@ def enqueue_command(
         value = json.loads(payload)
     except ValueError as error:
         raise click.UsageError(f"PAYLOAD is not JSON: {error}") from error
-    with _connection(dsn) as connection:
+    with calls.connect(dsn, application_name="pgsched") as connection:
         task_id = calls.enqueue(
             connection,
             task_type,
@@ -146,7 +136,7 @@ def enqueue_command(
 @dsn_option
 def status_command(dsn: str) -> None:
     """Show the queues: what waits, runs and failed."""
-    with _connection(dsn) as connection:
+    with calls.connect(dsn, application_name="pgsched") as connection:
         version = calls.schema_version(connection)
         queues = calls.queue_stats(connection)
     click.echo(f"schema {version}, {len(queues)} queue{'' if len(queues) == 1 else 's'}")

@@ -1,14 +1,12 @@
 """Runs handlers: plain functions in threads, coroutines on one event loop. Knows no database."""
 
 import asyncio
-import concurrent.futures
 import inspect
 import json
 import queue
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
 from uuid import UUID
@@ -21,10 +19,13 @@ Handler = Callable[[Task], Any | Awaitable[Any]]
 ERROR_LENGTH = 8192
 """Characters of an error that are sent to the database, which keeps as many bytes."""
 
+CANCEL_SECONDS = 1.0
+"""How long cancelled coroutines get when the event loop ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a handler ended: what is to be told to the database, and how long it ran [s]."""
+    """How a handler ended: what is to be told to the database."""
 
     claim: Claim
     kind: Literal["completed", "failed", "released"]
@@ -32,7 +33,6 @@ class Outcome:
     error: str = ""
     delay: timedelta | None = None
     permanent: bool = False
-    seconds: float = 0.0
 
 
 def error_text(error: BaseException) -> str:
@@ -61,17 +61,17 @@ class Executor:
         self._work: queue.SimpleQueue[tuple[Claim, threading.Event]] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._coroutines: dict[UUID, concurrent.futures.Future[None]] = {}
+        self._loop_thread: threading.Thread | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
 
     def start(self, claim: Claim, cancelled: threading.Event) -> None:
         """Run the handler of a claim whose type has one; returns at once."""
         if inspect.iscoroutinefunction(self._handlers[claim.task_type]):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._spawn(self._loop.run_forever, "pgsched-loop")
-            self._coroutines[claim.token] = asyncio.run_coroutine_threadsafe(
-                self._run_coroutine(claim, cancelled), self._loop
-            )
+                self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
+            self._loop.call_soon_threadsafe(self._start_coroutine, claim, cancelled)
             return
         self._work.put((claim, cancelled))
         if not self._idle.acquire(blocking=False) and self._threads:
@@ -80,21 +80,23 @@ class Executor:
 
     def cancel(self, token: UUID) -> None:
         """Cancel the coroutine of a claim; a plain function only sees ``task.cancelled``."""
-        if coroutine := self._coroutines.get(token):
-            coroutine.cancel()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cancel_coroutine, token)
 
     def close(self) -> None:
-        """End the event loop, with whatever still runs on it."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel the coroutines that still run and end their loop; functions are left alone."""
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._begin_end)
+            self._loop_thread.join(2 * CANCEL_SECONDS)
 
-    def _spawn(self, target: Callable[[], None], name: str) -> None:
-        threading.Thread(target=target, name=name, daemon=True).start()
+    def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _run_functions(self) -> None:
         while True:
             claim, cancelled = self._work.get()
-            started = time.monotonic()
             try:
                 outcome = _completed(
                     claim, self._handlers[claim.task_type](_task(claim, cancelled))
@@ -103,17 +105,51 @@ class Executor:
             except BaseException as error:
                 outcome = _ended_by(claim, error)
             self._idle.release()
-            self._done(replace(outcome, seconds=time.monotonic() - started))
+            self._done(outcome)
 
-    async def _run_coroutine(self, claim: Claim, cancelled: threading.Event) -> None:
-        started = time.monotonic()
+    # What follows runs on the thread of the event loop.
+
+    def _run_loop(self) -> None:
+        assert self._loop is not None
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _begin_end(self) -> None:
+        self._ending = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        for coroutine in self._coroutines.values():
+            coroutine.cancel()
+        if self._coroutines:
+            await asyncio.wait(self._coroutines.values(), timeout=CANCEL_SECONDS)
+        asyncio.get_running_loop().stop()
+
+    def _start_coroutine(self, claim: Claim, cancelled: threading.Event) -> None:
+        coroutine = asyncio.get_running_loop().create_task(self._run_coroutine(claim, cancelled))
+        self._coroutines[claim.token] = coroutine
+
+        def ended(coroutine: asyncio.Task[Outcome]) -> None:
+            del self._coroutines[claim.token]
+            # Cancelled before its first step, it could not make an outcome of that itself.
+            outcome = (
+                _ended_by(claim, asyncio.CancelledError())
+                if coroutine.cancelled()
+                else coroutine.result()
+            )
+            self._done(outcome)
+
+        coroutine.add_done_callback(ended)
+
+    def _cancel_coroutine(self, token: UUID) -> None:
+        if coroutine := self._coroutines.get(token):
+            coroutine.cancel()
+
+    async def _run_coroutine(self, claim: Claim, cancelled: threading.Event) -> Outcome:
+        handler = cast("Callable[[Task], Awaitable[Any]]", self._handlers[claim.task_type])
         try:
-            handler = cast("Callable[[Task], Awaitable[Any]]", self._handlers[claim.task_type])
-            outcome = _completed(claim, await handler(_task(claim, cancelled)))
+            return _completed(claim, await handler(_task(claim, cancelled)))
         except BaseException as error:
-            outcome = _ended_by(claim, error)
-        self._coroutines.pop(claim.token, None)
-        self._done(replace(outcome, seconds=time.monotonic() - started))
+            return _ended_by(claim, error)
 
 
 def _task(claim: Claim, cancelled: threading.Event) -> Task:

@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import UUID
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
 from pgsched import calls
 from pgsched.calls import Claim, Connection
@@ -32,16 +31,8 @@ BUSY_SECONDS = 0.05
 UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
 """How long a task that has no handler here is left to other workers."""
 
-CONNECTION: dict[str, Any] = {
-    "application_name": "pgsched worker",
-    "connect_timeout": 10,
-    # A server that fell silent is given up after about ten seconds, not after hours.
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 10_000,
-}
-"""Connection parameters that a DSN may override; see libpq."""
+REFUSED = ("22", "23", "54")
+"""Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
 
 T = TypeVar("T")
 
@@ -137,14 +128,7 @@ class Loop:
         self._wake.set()
 
     def _connect(self) -> Connection:
-        """A connection that a transaction-mode pooler may sit behind: no session state at all."""
-        given = conninfo_to_dict(self._settings.dsn)
-        connection = psycopg.connect(
-            self._settings.dsn,
-            autocommit=True,
-            prepare_threshold=None,
-            **{name: value for name, value in CONNECTION.items() if name not in given},
-        )
+        connection = calls.connect(self._settings.dsn, application_name=f"pgsched {self._name}")
         if self._worker_id is None:
             try:
                 calls.schema_version(connection)
@@ -197,7 +181,7 @@ class Loop:
             for outcome, answer in zip(batch, self._complete(connection, batch), strict=True):
                 if answer in ("completed", "already"):
                     self._observe_latency(outcome)
-                    self._settle(outcome, "completed")
+                    self._settle(outcome.claim, "completed")
                 elif answer in ("stale", "gone"):
                     self._lose(outcome.claim)
                 else:
@@ -205,26 +189,27 @@ class Loop:
         for outcome in self._of_kind("failed") + self._of_kind("released"):
             claim = outcome.claim
             try:
-                if outcome.kind == "released":
-                    calls.release_task(
-                        connection, claim.id, claim.token, outcome.delay or timedelta()
-                    )
-                    status = "released"
-                else:
-                    status = calls.fail_task(
-                        connection,
-                        claim.id,
-                        claim.token,
-                        outcome.error,
-                        outcome.delay,
-                        outcome.permanent,
-                    )
+                status = self._give_back(connection, outcome)
             except psycopg.Error as error:
-                if not isinstance(from_database(error), ClaimLost | TaskNotFound):
+                if isinstance(from_database(error), ClaimLost | TaskNotFound):
+                    self._lose(claim)
+                elif _refuses(error):
+                    log.error("left to its lease: task=%d error=%r", claim.id, error_text(error))
+                    self._lose(claim)
+                else:
                     raise
-                self._lose(claim)
             else:
-                self._settle(outcome, "retried" if status == "queued" else status)
+                self._settle(claim, status)
+
+    def _give_back(self, connection: Connection, outcome: Outcome) -> str:
+        claim, delay = outcome.claim, outcome.delay
+        if outcome.kind == "released":
+            calls.release_task(connection, claim.id, claim.token, delay or timedelta())
+            return "released"
+        status = calls.fail_task(
+            connection, claim.id, claim.token, outcome.error, delay, outcome.permanent
+        )
+        return "retried" if status == "queued" else status
 
     def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> list[str]:
         try:
@@ -234,9 +219,9 @@ class Loop:
                 [outcome.claim.token for outcome in batch],
                 [outcome.result for outcome in batch],
             )
-        except psycopg.DatabaseError as error:
-            # JSON that jsonb cannot hold (a NUL, too deep, too large): find it, the rest counts.
-            if (error.sqlstate or "")[:2] not in ("22", "54"):
+        except psycopg.Error as error:
+            # A result that jsonb cannot hold (a NUL, too deep): find it, all others count.
+            if not _refuses(error):
                 raise
             if len(batch) > 1:
                 return [self._complete(connection, [outcome])[0] for outcome in batch]
@@ -310,25 +295,23 @@ class Loop:
     def _of_kind(self, kind: str) -> list[Outcome]:
         return [outcome for outcome in self._unreported.values() if outcome.kind == kind]
 
-    def _settle(self, outcome: Outcome, how: str) -> None:
-        """The claim is over and counted."""
-        claim = outcome.claim
+    def _settle(self, claim: Claim, how: str) -> None:
+        """The claim is over, and counted."""
         del self._held[claim.token]
         self._unreported.pop(claim.token, None)
         task_type = claim.task_type if claim.task_type in self._handlers else ""
         self._metrics.outcomes.labels(claim.queue, task_type, how).inc()
         log.debug(
-            "ended: task=%d task_type=%s attempt=%d outcome=%s seconds=%.3f",
-            *(claim.id, claim.task_type, claim.attempt, how, outcome.seconds),
+            "ended: task=%d task_type=%s attempt=%d outcome=%s",
+            *(claim.id, claim.task_type, claim.attempt, how),
         )
 
     def _lose(self, claim: Claim) -> None:
         """The claim is another's now, or nobody's: whatever the handler does counts no more."""
-        held = self._held[claim.token]
-        held.cancelled.set()
+        self._held[claim.token].cancelled.set()
         self._executor.cancel(claim.token)
         log.warning("claim lost: task=%d attempt=%d", claim.id, claim.attempt)
-        self._settle(Outcome(claim, "failed"), "lost")
+        self._settle(claim, "lost")
 
     def _observe_latency(self, outcome: Outcome) -> None:
         """run_at to now: by the server's clock until the claim, by this machine's from there on."""
@@ -345,6 +328,10 @@ class Loop:
             connection.close()
         except psycopg.Error as error:
             log.warning("not signed off: error=%r", error_text(error))
+
+
+def _refuses(error: psycopg.Error) -> bool:
+    return error.sqlstate is not None and error.sqlstate[:2] in REFUSED
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -1,8 +1,14 @@
 """What a worker counts and times, in Prometheus' form. prometheus_client is imported only here."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 __all__ = ["Metrics"]
+
+log = logging.getLogger("pgsched")
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
@@ -58,6 +64,20 @@ class Metrics:
             registry=self.registry,
         )
 
-    def serve(self, port: int, address: str = "0.0.0.0") -> None:
-        """Serve ``/metrics`` from a daemon thread. Raises OSError when the port is taken."""
-        start_http_server(port, address, self.registry)
+    @contextmanager
+    def served(self, port: int | None) -> Iterator[None]:
+        """Serve ``/metrics`` on all addresses meanwhile; a port that is taken is only logged."""
+        if port is None:
+            yield
+            return
+        try:
+            server, _ = start_http_server(port, registry=self.registry)
+        except OSError as error:
+            log.error("no metrics page: port=%d error=%r", port, str(error))
+            yield
+            return
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()

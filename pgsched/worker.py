@@ -93,6 +93,8 @@ class Worker:
         grace: float = 25.0,
         metrics_port: int | None = None,
     ) -> None:
+        if isinstance(queues, str):
+            raise InvalidArgument(f"queues: give a list, such as [{queues!r}]")
         self.settings = Settings(
             dsn=dsn,
             queues=tuple(queues),
@@ -144,14 +146,8 @@ class Worker:
 
         name = f"{socket.gethostname()[:32]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         metrics = Metrics(self.settings.concurrency)
-        port = self.settings.metrics_port
-        with self._signals():
-            if port is not None:
-                try:
-                    metrics.serve(port)
-                except OSError as error:
-                    log.error("no metrics page: port=%d error=%s", port, error)
-            loop = Loop(self.settings, name, self._handlers, metrics, self._stopping, self._wake)
+        loop = Loop(self.settings, name, self._handlers, metrics, self._stopping, self._wake)
+        with self._signals(), metrics.served(self.settings.metrics_port):
             try:
                 loop.run()
             except _StopNow:
