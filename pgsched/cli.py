@@ -70,6 +70,7 @@ def migrate_command(dsn: str) -> None:
 @click.option("--poll-interval", type=float, metavar="SECONDS", help="Rest of an idle queue.")
 @click.option("--grace", type=float, metavar="SECONDS", help="Time to finish after a stop.")
 @click.option("--metrics-port", type=int, help="Serve Prometheus metrics on this port.")
+@click.option("--metrics-host", help="Address for it. Default: all of this machine.")
 @click.option("--verbose", is_flag=True, help="Log every task.")
 def worker_command(app: str, queues: tuple[str, ...], verbose: bool, **options: Any) -> None:
     """Run a worker until SIGTERM or SIGINT; a second signal ends it at once.
@@ -170,3 +171,20 @@ def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         click.echo("  ".join((first, *others)).rstrip())
+
+
+@main.command("demo")
+@click.option("--files", type=click.IntRange(min=100), help="So many tasks at most.")
+def demo_command(files: int | None) -> None:
+    """Work through Python's own library on a private PostgreSQL, and check every result.
+
+    Needs no database: it starts one in a temporary folder, kills a worker half-way, and leaves
+    nothing behind.
+    """
+    from pgsched.demo import demo
+    from pgsched.embedded import EmbeddedError
+
+    try:
+        demo(files)
+    except EmbeddedError as error:
+        raise click.ClickException(str(error)) from error

@@ -65,13 +65,13 @@ class Metrics:
         )
 
     @contextmanager
-    def served(self, port: int | None) -> Iterator[None]:
-        """Serve ``/metrics`` on all addresses meanwhile; a port that is taken is only logged."""
+    def served(self, port: int | None, host: str) -> Iterator[None]:
+        """Serve ``/metrics`` meanwhile; a port that is taken is only logged."""
         if port is None:
             yield
             return
         try:
-            server, _ = start_http_server(port, registry=self.registry)
+            server, _ = start_http_server(port, host, self.registry)
         except OSError as error:
             log.error("no metrics page: port=%d error=%r", port, str(error))
             yield

@@ -35,6 +35,7 @@ class Settings:
     ``poll_interval``: how long, on average, a queue without due tasks is left alone.
     ``grace``: how long handlers may go on after a stop; what runs then is left to its lease.
     ``metrics_port``: serves Prometheus' page there; None: not at all.
+    ``metrics_host``: the address it listens on.
 
     Raises pgsched.InvalidArgument.
     """
@@ -46,6 +47,7 @@ class Settings:
     poll_interval: float = 1.0
     grace: float = 25.0
     metrics_port: int | None = None
+    metrics_host: str = "0.0.0.0"
 
     def __post_init__(self) -> None:
         try:
@@ -92,6 +94,7 @@ class Worker:
         poll_interval: float = 1.0,
         grace: float = 25.0,
         metrics_port: int | None = None,
+        metrics_host: str = "0.0.0.0",
     ) -> None:
         if isinstance(queues, str):
             raise InvalidArgument(f"queues: give a list, such as [{queues!r}]")
@@ -103,6 +106,7 @@ class Worker:
             poll_interval=poll_interval,
             grace=grace,
             metrics_port=metrics_port,
+            metrics_host=metrics_host,
         )
         self._handlers: dict[str, Handler] = {}
         self._stopping = threading.Event()
@@ -147,7 +151,10 @@ class Worker:
         name = f"{socket.gethostname()[:32]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         metrics = Metrics(self.settings.concurrency)
         loop = Loop(self.settings, name, self._handlers, metrics, self._stopping, self._wake)
-        with self._signals(), metrics.served(self.settings.metrics_port):
+        with (
+            self._signals(),
+            metrics.served(self.settings.metrics_port, self.settings.metrics_host),
+        ):
             try:
                 loop.run()
             except _StopNow:

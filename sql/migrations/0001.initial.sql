@@ -476,6 +476,7 @@ as $$
 #variable_conflict use_column
 declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
+  v_counts boolean := random() < 1.0 / 16;
   v_now timestamptz;
 begin
   p_worker := pgsched._name('p_worker', p_worker);
@@ -523,7 +524,7 @@ begin
     returning t.*)
   select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
          c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
-         case when random() < 1.0 / 16 then 16 * (
+         case when v_counts then 16 * (
            select pgsched._due_up_to(p_queue, l.priority, l.run_at, l.id, v_now)
              from claimed as l
             order by l.priority desc, l.run_at desc, l.id desc
@@ -978,7 +979,7 @@ revoke all on function pgsched.unregister_worker from public;
 -- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
 -- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
 -- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
--- that are held do not use up the limit.
+-- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
 create function pgsched.reap_stale(p_limit integer default 1000)
   returns table (id bigint, status text)
   language plpgsql
@@ -1005,6 +1006,7 @@ begin
               from pgsched.scheduled_tasks as t
              where t.status = 'processing' and t.lease_expires_at <= v_now
              order by t.id
+            offset 0
                for update skip locked) as s
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);

@@ -21,6 +21,7 @@ as $$
 #variable_conflict use_column
 declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
+  v_counts boolean := random() < 1.0 / 16;
   v_now timestamptz;
 begin
   p_worker := pgsched._name('p_worker', p_worker);
@@ -68,7 +69,7 @@ begin
     returning t.*)
   select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
          c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
-         case when random() < 1.0 / 16 then 16 * (
+         case when v_counts then 16 * (
            select pgsched._due_up_to(p_queue, l.priority, l.run_at, l.id, v_now)
              from claimed as l
             order by l.priority desc, l.run_at desc, l.id desc

@@ -1,7 +1,7 @@
 -- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
 -- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
 -- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
--- that are held do not use up the limit.
+-- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
 create function pgsched.reap_stale(p_limit integer default 1000)
   returns table (id bigint, status text)
   language plpgsql
@@ -28,6 +28,7 @@ begin
               from pgsched.scheduled_tasks as t
              where t.status = 'processing' and t.lease_expires_at <= v_now
              order by t.id
+            offset 0
                for update skip locked) as s
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);

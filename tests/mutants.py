@@ -1,0 +1,51 @@
+"""Functions of pgsched, each with one rule broken: the tests have to see it."""
+
+from typing import NamedTuple
+
+import psycopg
+
+
+class Mutant(NamedTuple):
+    """A function, the words of it that keep a rule, and what stands there instead."""
+
+    function: str
+    words: str
+    instead: str
+
+
+CLAIM_WITHOUT_ROW_LOCK = Mutant("claim_task", "for no key update skip locked", "")
+CLAIM_WITH_ROW_LOCK_TOO_STRONG = Mutant("claim_task", "for no key update", "for update")
+CLAIM_THAT_WAITS = Mutant("claim_task", "for no key update skip locked", "for no key update")
+CLAIM_WITH_TRY_LOCK_IN_CHOICE = Mutant(
+    "claim_task",
+    "and s.run_at <= v_now",
+    "and s.run_at <= v_now and pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)",
+)
+CLAIM_WITH_TRY_LOCK_IN_UPDATE = Mutant(
+    "claim_task",
+    "where pg_try_advisory_xact_lock(1337, (picked.id % 2147483647)::integer)))",
+    ")) and pg_try_advisory_xact_lock(1337, (t.id % 2147483647)::integer)",
+)
+CLAIM_WITH_CUT_KEY = Mutant("claim_task", "% 2147483647)", "& 2147483647)")
+CLAIM_BY_TRANSACTION_TIME = Mutant("claim_task", "v_now := clock_timestamp()", "v_now := now()")
+COMPLETE_WITHOUT_TOKEN = Mutant("complete_task", "and t.claim_token = p_claim_token", "")
+FAIL_WITHOUT_TOKEN = Mutant("fail_task", "and t.claim_token = p_claim_token", "")
+RELEASE_WITHOUT_TOKEN = Mutant("release_task", "and t.claim_token = p_claim_token", "")
+BATCH_COMPLETION_THAT_WAITS = Mutant("complete_tasks", "for update of t skip locked", "for update")
+BATCH_COMPLETION_IN_REVERSE = Mutant(
+    "complete_tasks", "t.id\n       for update of t skip locked", "t.id desc for update of t"
+)
+BATCH_EXTENSION_THAT_WAITS = Mutant("extend_tasks", "for no key update of t skip locked", "")
+REAP_BY_ID_ONLY = Mutant("reap_stale", "for update skip locked", "")
+REAP_WITHOUT_TASK_LOCK = Mutant(
+    "reap_stale", "pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)", "true"
+)
+
+
+def install(conn: psycopg.Connection, mutant: Mutant) -> None:
+    """Replace the function in this database."""
+    [(definition,)] = conn.execute(
+        "select pg_get_functiondef(%s::regproc)", [f"pgsched.{mutant.function}"]
+    )
+    assert mutant.words in definition
+    conn.execute(definition.replace(mutant.words, mutant.instead))
