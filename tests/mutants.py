@@ -40,6 +40,7 @@ REAP_BY_ID_ONLY = Mutant("reap_stale", "for update skip locked", "")
 REAP_WITHOUT_TASK_LOCK = Mutant(
     "reap_stale", "pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)", "true"
 )
+REAP_WITH_TRY_LOCK_IN_CHOICE = Mutant("reap_stale", "offset 0\n", "\n")
 
 
 def install(conn: psycopg.Connection, mutant: Mutant) -> None:

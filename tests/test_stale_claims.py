@@ -398,6 +398,10 @@ def test_a_deadlock_is_seen(connect: Connect) -> None:
             partial(test_reaping_passes_by_what_its_holder_is_acting_on, use=extend),
         ),
         (mutants.REAP_WITHOUT_TASK_LOCK, test_reaping_passes_by_tasks_whose_lock_is_held),
+        (
+            mutants.REAP_WITH_TRY_LOCK_IN_CHOICE,
+            partial(test_reaping_locks_no_more_than_it_returns, analysed=False),
+        ),
     ],
 )
 def test_a_broken_function_is_seen(

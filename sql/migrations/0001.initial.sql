@@ -17,8 +17,10 @@ create table pgsched.queues (
   max_payload_bytes integer,
   constraint queues_pkey primary key (name),
   constraint queues_max_attempts_check check (max_attempts >= 1),
-  constraint queues_retry_delay_check check (retry_delay between '0' and '1 year'),
-  constraint queues_retry_delay_max_check check (retry_delay_max between '0' and '1 year'),
+  constraint queues_retry_delay_check check (
+    date_part('epoch', retry_delay) between 0 and 31557600),
+  constraint queues_retry_delay_max_check check (
+    date_part('epoch', retry_delay_max) between 0 and 31557600),
   constraint queues_max_payload_bytes_check check (max_payload_bytes between 2 and 268435455)
 );
 
@@ -29,9 +31,10 @@ comment on column pgsched.queues.paused is
 comment on column pgsched.queues.max_attempts is
   'Attempts of a task that does not bring its own number. Default 20.';
 comment on column pgsched.queues.retry_delay is
-  'Wait after the first failed attempt; doubles with each further one. Default 1 second.';
+  'Wait after the first failed attempt, doubled by each further one; 0 to 1 year. '
+  'Default 1 second.';
 comment on column pgsched.queues.retry_delay_max is
-  'No wait after a failed attempt is longer than this. Default 1 hour.';
+  'No wait after a failed attempt is longer than this; 0 to 1 year. Default 1 hour.';
 comment on column pgsched.queues.max_payload_bytes is
   'Longest payload, in bytes of its text form. Default 1048576 (1 MiB).';
 
@@ -265,10 +268,11 @@ create function pgsched._check_batch(p_ids bigint[], p_claim_tokens uuid[])
   immutable
 as $$
 begin
-  if (array_ndims(p_ids) > 1 or array_ndims(p_claim_tokens) > 1
-      or cardinality(p_ids) <> cardinality(p_claim_tokens)
-      or array_position(p_ids, null) is not null
-      or array_position(p_claim_tokens, null) is not null) is not false then
+  if (cardinality(p_ids) = cardinality(p_claim_tokens)
+      and coalesce(array_ndims(p_ids), 1) = 1
+      and coalesce(array_ndims(p_claim_tokens), 1) = 1
+      and array_position(p_ids, null) is null
+      and array_position(p_claim_tokens, null) is null) is not true then
     raise exception using
       errcode = 'TS400',
       message = 'p_ids and p_claim_tokens do not pair up',
@@ -674,12 +678,12 @@ begin
     return true;
   end if;
 
-  if exists (
+  if not exists (
     select from pgsched.finished_tasks as f
      where f.id = p_id and f.claim_token = p_claim_token and f.status = 'completed') then
-    return false;
+    perform pgsched._raise_not_current(p_id, p_claim_token);
   end if;
-  perform pgsched._raise_not_current(p_id, p_claim_token);
+  return false;
 end;
 $$;
 
@@ -838,8 +842,8 @@ comment on function pgsched.fail_task is
 
 revoke all on function pgsched.fail_task from public;
 
--- Doubling, then up to half as much again at random: the next wait is never shorter than the last,
--- and the limit comes after, so that tasks that failed together stay spread. 2^40 seconds are past
+-- Doubling, and up to half as much again at random: the next wait is never shorter than the last,
+-- and tasks that failed together have spread by the time their wait reaches the limit. 2^40 is past
 -- any limit and far from an overflow.
 create function pgsched._backoff_seconds(p_queue text, p_attempt integer)
   returns double precision
@@ -931,10 +935,10 @@ declare
 begin
   p_name := pgsched._name('p_name', p_name);
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
-  if (cardinality(p_queues) >= 1 and p_slots >= 1) is not true then
+  if (array_ndims(p_queues) = 1 and p_slots >= 1) is not true then
     raise exception using
       errcode = 'TS400',
-      message = 'p_queues is empty or p_slots is below 1',
+      message = 'p_queues is not a list of queues, or p_slots is below 1',
       hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
   end if;
 
@@ -978,6 +982,7 @@ revoke all on function pgsched.unregister_worker from public;
 
 -- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
 -- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
+-- The lock is re-entrant: what this very transaction holds has to be looked up, before any try.
 -- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
 -- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
 create function pgsched.reap_stale(p_limit integer default 1000)
@@ -1004,10 +1009,16 @@ begin
     select s.id
       from (select t.id
               from pgsched.scheduled_tasks as t
-             where t.status = 'processing' and t.lease_expires_at <= v_now
+             where t.status = 'processing'
+               and t.lease_expires_at <= v_now
+               and (t.id % 2147483647)::integer::oid <> all (array(
+                   select l.objid
+                     from pg_locks as l
+                    where l.pid = pg_backend_pid()
+                      and l.locktype = 'advisory' and l.classid = 1337 and l.objsubid = 2))
              order by t.id
             offset 0
-               for update skip locked) as s
+               for update of t skip locked) as s
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);
 

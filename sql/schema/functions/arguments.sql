@@ -75,10 +75,11 @@ create function pgsched._check_batch(p_ids bigint[], p_claim_tokens uuid[])
   immutable
 as $$
 begin
-  if (array_ndims(p_ids) > 1 or array_ndims(p_claim_tokens) > 1
-      or cardinality(p_ids) <> cardinality(p_claim_tokens)
-      or array_position(p_ids, null) is not null
-      or array_position(p_claim_tokens, null) is not null) is not false then
+  if (cardinality(p_ids) = cardinality(p_claim_tokens)
+      and coalesce(array_ndims(p_ids), 1) = 1
+      and coalesce(array_ndims(p_claim_tokens), 1) = 1
+      and array_position(p_ids, null) is null
+      and array_position(p_claim_tokens, null) is null) is not true then
     raise exception using
       errcode = 'TS400',
       message = 'p_ids and p_claim_tokens do not pair up',

@@ -33,12 +33,12 @@ begin
     return true;
   end if;
 
-  if exists (
+  if not exists (
     select from pgsched.finished_tasks as f
      where f.id = p_id and f.claim_token = p_claim_token and f.status = 'completed') then
-    return false;
+    perform pgsched._raise_not_current(p_id, p_claim_token);
   end if;
-  perform pgsched._raise_not_current(p_id, p_claim_token);
+  return false;
 end;
 $$;
 

@@ -67,8 +67,8 @@ comment on function pgsched.fail_task is
 
 revoke all on function pgsched.fail_task from public;
 
--- Doubling, then up to half as much again at random: the next wait is never shorter than the last,
--- and the limit comes after, so that tasks that failed together stay spread. 2^40 seconds are past
+-- Doubling, and up to half as much again at random: the next wait is never shorter than the last,
+-- and tasks that failed together have spread by the time their wait reaches the limit. 2^40 is past
 -- any limit and far from an overflow.
 create function pgsched._backoff_seconds(p_queue text, p_attempt integer)
   returns double precision

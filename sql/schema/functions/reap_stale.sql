@@ -1,5 +1,6 @@
 -- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
 -- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
+-- The lock is re-entrant: what this very transaction holds has to be looked up, before any try.
 -- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
 -- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
 create function pgsched.reap_stale(p_limit integer default 1000)
@@ -26,10 +27,16 @@ begin
     select s.id
       from (select t.id
               from pgsched.scheduled_tasks as t
-             where t.status = 'processing' and t.lease_expires_at <= v_now
+             where t.status = 'processing'
+               and t.lease_expires_at <= v_now
+               and (t.id % 2147483647)::integer::oid <> all (array(
+                   select l.objid
+                     from pg_locks as l
+                    where l.pid = pg_backend_pid()
+                      and l.locktype = 'advisory' and l.classid = 1337 and l.objsubid = 2))
              order by t.id
             offset 0
-               for update skip locked) as s
+               for update of t skip locked) as s
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);
 

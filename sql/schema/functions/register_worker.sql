@@ -10,10 +10,10 @@ declare
 begin
   p_name := pgsched._name('p_name', p_name);
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
-  if (cardinality(p_queues) >= 1 and p_slots >= 1) is not true then
+  if (array_ndims(p_queues) = 1 and p_slots >= 1) is not true then
     raise exception using
       errcode = 'TS400',
-      message = 'p_queues is empty or p_slots is below 1',
+      message = 'p_queues is not a list of queues, or p_slots is below 1',
       hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
   end if;
 

@@ -1,0 +1,230 @@
+-- Included first by every file, inside the transaction that the file rolls back at its end.
+\set ON_ERROR_STOP on
+\set QUIET on
+\pset format unaligned
+\pset tuples_only on
+\pset pager off
+
+-- pgTAP is in public; the helpers go to pg_temp. The rest makes texts the same everywhere.
+set local search_path = public;
+set local client_encoding = 'UTF8';
+set local client_min_messages = 'warning';
+set local lc_messages = 'C';
+set local timezone = 'UTC';
+set local datestyle = 'ISO';
+set local intervalstyle = 'postgres';
+
+-- No claim has this token.
+\set stale 00000000-0000-4000-8000-000000000000
+
+-- Ids next to each other in 32 bits, and two that share a lock key.
+\set huge 5000000000000000000
+\set huge_2_32 5000000004294967296
+\set huge_same_key 5000000002147483647
+
+-- Has no right but the use of the schema; a file grants it EXECUTE on its function.
+create role pgtap_caller;
+grant usage on schema pgsched to pgtap_caller;
+
+create function pg_temp.arguments_of(p_function regproc)
+  returns text
+  language sql
+as $$
+  select pg_get_function_arguments(p_function)
+$$;
+
+create function pg_temp.result_of(p_function regproc)
+  returns text
+  language sql
+as $$
+  select pg_get_function_result(p_function)
+$$;
+
+-- The whole row of a task, live or finished; null when there is none.
+create function pg_temp.task(p_id bigint)
+  returns jsonb
+  language sql
+as $$
+  select to_jsonb(t) from pgsched.tasks as t where t.id = p_id
+$$;
+
+-- A task as the committed claim of another session leaves it: no lock of it is held here.
+create function pg_temp.claimed(
+    p_queue text,
+    p_id bigint default null,
+    p_lease_left interval default '5 minutes',
+    p_attempt integer default 1,
+    p_max_attempts integer default 20,
+    p_cancel boolean default false)
+  returns table (id bigint, token uuid)
+  language sql
+as $$
+  insert into pgsched.scheduled_tasks as t (
+         id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
+         claim_token, claimed_by, claimed_at, lease_expires_at, cancel_requested_at, created_at)
+  select coalesce(p_id, nextval(pg_get_serial_sequence('pgsched.scheduled_tasks', 'id'))),
+         p_queue, 'some work', '{"n": 1}', 'processing', 5, c.now - interval '2 hours', p_attempt,
+         p_max_attempts, gen_random_uuid(), 'pgtap worker', c.now - interval '1 hour',
+         c.now + p_lease_left, case when p_cancel then c.now end, c.now - interval '3 hours'
+    from (select clock_timestamp() as now) as c
+  returning t.id, t.claim_token
+$$;
+
+-- Claims that are not current, one of each kind; with the tasks of the queue before any use of them
+-- in the temporary table before.
+create function pg_temp.stale_claims(p_queue text)
+  returns table (id bigint, token uuid, what text)
+  language plpgsql
+as $$
+declare
+  v_other uuid;
+begin
+  select c.id, c.token into id, token from pg_temp.claimed(p_queue) as c;
+  perform pgsched.fail_task(id, token, 'failed', '0');
+  perform pgsched.claim_task('another worker', p_queue);
+  what := 'the token before the current one';
+  return next;
+
+  select c.token into v_other from pg_temp.claimed(p_queue) as c;
+  select c.id, v_other into id, token from pg_temp.claimed(p_queue) as c;
+  what := 'the token of another task';
+  return next;
+
+  token := '00000000-0000-4000-8000-000000000000';
+  what := 'a token that no task has';
+  return next;
+
+  id := pgsched.enqueue_task('a', p_queue => p_queue);
+  what := 'any token of a task never claimed';
+  return next;
+
+  select c.id, c.token into id, token from pg_temp.claimed(p_queue) as c;
+  perform pgsched.release_task(id, token);
+  what := 'the token of a released task';
+  return next;
+
+  select c.id, c.token into id, token from pg_temp.claimed(p_queue) as c;
+  perform pgsched.fail_task(id, token, 'failed');
+  what := 'the token of a task to be retried';
+  return next;
+
+  select c.id, c.token into id, token from pg_temp.claimed(p_queue) as c;
+  perform pgsched.fail_task(id, token, 'failed', p_permanent => true);
+  what := 'the token of a failed task';
+  return next;
+
+  select c.id, c.token into id, token from pg_temp.claimed(p_queue, p_cancel => true) as c;
+  perform pgsched.release_task(id, token);
+  what := 'the token of a cancelled task';
+  return next;
+
+  select c.id, c.token into id, token from pg_temp.claimed(p_queue) as c;
+  perform pgsched.complete_task(id, token, '"done"');
+  what := 'the token of a completed task';
+  return next;
+
+  token := '00000000-0000-4000-8000-000000000000';
+  what := 'another token of a completed task';
+  return next;
+
+  create temporary table before as select * from pgsched.tasks as t where t.queue = p_queue;
+end;
+$$;
+
+-- Whether this transaction holds the advisory lock of a task.
+create function pg_temp.holds_lock(p_id bigint)
+  returns boolean
+  language sql
+as $$
+  select exists (
+    select
+      from pg_locks as l
+     where l.pid = pg_backend_pid() and l.locktype = 'advisory' and l.granted
+       and (l.classid, l.objid, l.objsubid) = (1337, (p_id % 2147483647)::oid, 2))
+$$;
+
+create temporary table good_names (name text, what text);
+insert into good_names (name, what)
+values ('~', 'one sign'),
+       (' ', 'a blank'),
+       ('null', 'the word null'),
+       (repeat('x', 63), '63 bytes'),
+       (repeat('é', 31) || 'x', '63 bytes in 32 characters'),
+       (repeat('🐘', 15), '60 bytes in 15 characters'),
+       ('o''brien "x" \ ; -- %s {} $$', 'quotes and other signs');
+
+create temporary table bad_names (name text, what text);
+insert into bad_names (name, what)
+values (null, 'null'),
+       ('', 'an empty text'),
+       (repeat('x', 64), '64 bytes'),
+       (repeat('é', 32), '64 bytes in 32 characters'),
+       (repeat('x', 100000), 'a very long text'),
+       (E'a\nb', 'a line feed'),
+       (E'\ta', 'a tab'),
+       (E'a\x01', 'a control character'),
+       (E'a\x7f', 'a delete character'),
+       (E'a\n''\\', 'a line feed, a quote and a backslash');
+
+create function pg_temp.name_error(p_argument text, p_name text)
+  returns text
+  language sql
+as $$
+  select p_argument || ' is not a valid name: '
+         || coalesce(quote_literal(left(p_name, 80)), 'null')
+$$;
+
+-- Lengths of a lease: seconds is what it must give, null that it must be refused.
+create temporary table leases (lease text, seconds integer);
+insert into leases (lease, seconds)
+values ('1 second', 1),
+       ('1.5 minutes', 90),
+       ('24 hours', 86400),
+       ('1 day', 86400),
+       ('1 mon -29 days -1 hours', 82800),
+       ('1 year -364 days -12 hours', 64800),
+       ('2 days -25 hours', 82800),
+       (null, null),
+       ('0', null),
+       ('-5 minutes', null),
+       ('0.999999 seconds', null),
+       ('24:00:00.000001', null),
+       ('1 mon -31 days', null),
+       ('1 month', null),
+       ('100000000 years', null),
+       ('-100000000 years', null);
+-- PostgreSQL 17 has infinite intervals; before that, the longest one.
+insert into leases (lease, seconds)
+select case when current_setting('server_version_num')::integer >= 170000
+            then l.infinite else l.longest end, null
+  from (values ('infinity', '178000000 years'), ('-infinity', '-178000000 years'))
+       as l (infinite, longest);
+
+create function pg_temp.lease_error(p_lease text)
+  returns text
+  language sql
+as $$
+  select 'p_lease is not a valid lease: ' || coalesce(p_lease::interval::text, 'null')
+$$;
+
+create temporary table bad_times (run_at text);
+insert into bad_times (run_at)
+values ('infinity'),
+       ('-infinity'),
+       ('9999-01-01 00:00:00+00'),
+       ('294276-12-31 23:59:59.999999+00');
+
+-- What every function with p_ids and p_claim_tokens has to refuse.
+create temporary table bad_batches (ids text, tokens text, what text);
+insert into bad_batches (ids, tokens, what)
+values (null, null, 'null for both arrays'),
+       (null, format('{%s}', :'stale'), 'null for the ids'),
+       ('{1}', null, 'null for the tokens'),
+       ('{1,2}', format('{%s}', :'stale'), 'more ids than tokens'),
+       ('{1}', format('{%1$s,%1$s}', :'stale'), 'more tokens than ids'),
+       ('{1}', '{}', 'no token'),
+       ('{}', format('{%s}', :'stale'), 'no id'),
+       ('{1,null}', format('{%1$s,%1$s}', :'stale'), 'an id that is null'),
+       ('{1,2}', format('{%s,null}', :'stale'), 'a token that is null'),
+       ('{{1},{2}}', format('{%1$s,%1$s}', :'stale'), 'ids in two dimensions'),
+       ('{1,2}', format('{{%1$s},{%1$s}}', :'stale'), 'tokens in two dimensions');
