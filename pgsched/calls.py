@@ -105,9 +105,17 @@ def to_json(value: Any) -> str:
         raise InvalidArgument(f"not representable as JSON: {error}") from error
 
 
+def dsn_parameters(dsn: str) -> dict[str, Any]:
+    """What a DSN says; InvalidArgument, which shows nothing of it, when libpq cannot read it."""
+    try:
+        return conninfo_to_dict(dsn)
+    except psycopg.Error:
+        raise InvalidArgument("dsn: neither a PostgreSQL URL nor key=value pairs") from None
+
+
 def connect(dsn: str, *, application_name: str) -> Connection:
     """An autocommit connection that a transaction-mode pooler may sit behind: no session state."""
-    given = conninfo_to_dict(dsn)
+    given = dsn_parameters(dsn)
     return psycopg.connect(
         dsn,
         autocommit=True,
@@ -115,6 +123,17 @@ def connect(dsn: str, *, application_name: str) -> Connection:
         fallback_application_name=application_name[:63],
         **{name: value for name, value in CONNECTION.items() if name not in given},
     )
+
+
+@contextmanager
+def lock_timeout(conn: Connection, limit: timedelta) -> Iterator[None]:
+    """A transaction in which no lock is waited for longer: psycopg.errors.LockNotAvailable."""
+    with conn.transaction():
+        conn.execute(
+            "select set_config('lock_timeout', %s, true)",
+            (str(round(limit.total_seconds() * 1000)),),
+        )
+        yield
 
 
 def enqueue(

@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -85,7 +86,10 @@ def worker_command(app: str, queues: tuple[str, ...], verbose: bool, **options: 
     if queues:
         given["queues"] = queues
     worker.settings = replace(worker.settings, **given)
-    worker.run()
+    if worker.run():
+        # What still runs would keep the interpreter from ending, as asyncio.to_thread's threads do.
+        logging.shutdown()
+        os._exit(0)
 
 
 def _load(app: str) -> Worker:

@@ -72,6 +72,8 @@ class Retry(Exception):
 
     def __init__(self, delay: timedelta | None = None, reason: str = "retry") -> None:
         super().__init__(reason)
+        if not isinstance(delay, timedelta | None):
+            raise TypeError("delay: a timedelta or None")
         self.delay = delay
 
 
@@ -80,6 +82,8 @@ class Snooze(Exception):
 
     def __init__(self, delay: timedelta) -> None:
         super().__init__(f"snoozed for {delay}")
+        if not isinstance(delay, timedelta):
+            raise TypeError("delay: a timedelta")
         self.delay = delay
 
 

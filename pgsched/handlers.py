@@ -1,6 +1,7 @@
 """Runs handlers: plain functions in threads, coroutines on one event loop. Knows no database."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import queue
@@ -35,11 +36,16 @@ class Outcome:
     permanent: bool = False
 
 
+Inbox = queue.SimpleQueue[Outcome | None]
+"""What handlers' threads and signal handlers tell the loop; None: stop. Its put never deadlocks, as
+the lock of an Event does when a signal comes at the wrong moment."""
+
+
 def error_text(error: BaseException) -> str:
     """Type and message of any exception, as text that PostgreSQL can store."""
     try:
         message = str(error)
-    except Exception as broken:
+    except BaseException as broken:
         message = f"(its message cannot be read: {type(broken).__name__})"
     text = f"{type(error).__name__}: {message[:ERROR_LENGTH]}" if message else type(error).__name__
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")[:ERROR_LENGTH]
@@ -111,7 +117,10 @@ class Executor:
 
     def _run_loop(self) -> None:
         assert self._loop is not None
-        self._loop.run_forever()
+        while self._ending is None:
+            # The exit of a task that a handler made comes out here, too; all others go on.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
         self._loop.close()
 
     def _begin_end(self) -> None:

@@ -4,10 +4,10 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from queue import Empty
 from typing import TypeVar
 from uuid import UUID
 
@@ -16,7 +16,7 @@ import psycopg
 from pgsched import calls
 from pgsched.calls import Claim, Connection
 from pgsched.errors import ClaimLost, TaskNotFound, from_database
-from pgsched.handlers import Executor, Handler, Outcome, error_text
+from pgsched.handlers import Executor, Handler, Inbox, Outcome, error_text
 from pgsched.metrics import Metrics
 from pgsched.worker import Settings
 
@@ -31,7 +31,9 @@ BUSY_SECONDS = 0.05
 UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
 """How long a task that has no handler here is left to other workers."""
 
-REFUSED = ("22", "23", "54")
+LOCK_WAIT = timedelta(seconds=0.1)
+"""How long the report of a failure may wait for another transaction that acts on the task."""
+REFUSED = ("22", "23", "54", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
 
 T = TypeVar("T")
@@ -49,7 +51,10 @@ class Held:
 
 
 class Loop:
-    """Runs once. Of its methods only ``_finished`` is called from other threads."""
+    """Runs once, in one thread; all it hears from others comes through its inbox.
+
+    ``busy``: handlers that run.
+    """
 
     def __init__(
         self,
@@ -57,23 +62,20 @@ class Loop:
         name: str,
         handlers: Mapping[str, Handler],
         metrics: Metrics,
-        stopping: threading.Event,
-        wake: threading.Event,
+        inbox: Inbox,
     ) -> None:
         self._settings = settings
         self._name = name
         self._lease = timedelta(seconds=settings.lease)
         self._handlers = handlers
         self._metrics = metrics
-        self._stopping = stopping
-        self._wake = wake
-        self._executor = Executor(handlers, settings.concurrency, self._finished)
-        # Handlers' threads append, the loop takes away.
-        self._outcomes: deque[Outcome] = deque()
+        self._inbox = inbox
+        self._stopping = False
+        self._executor = Executor(handlers, settings.concurrency, inbox.put)
         # By token: the same task may be claimed again while a lost claim's handler still runs.
         self._held: dict[UUID, Held] = {}
         self._unreported: dict[UUID, Outcome] = {}
-        self._busy = 0
+        self.busy = 0
         self._worker_id: int | None = None
         self._unknown_types: set[str] = set()
         now = time.monotonic()
@@ -89,11 +91,12 @@ class Loop:
         connection: Connection | None = None
         deadline: float | None = None
         failures = 0
+        wait = 0.0
         while True:
-            self._wake.clear()
-            if self._stopping.is_set() and deadline is None:
+            self._receive(wait)
+            if self._stopping and deadline is None:
                 deadline = time.monotonic() + self._settings.grace
-                log.info("stopping: worker=%s running=%d", self._name, self._busy)
+                log.info("stopping: worker=%s running=%d", self._name, self.busy)
             try:
                 if connection is None:
                     connection = self._connect()
@@ -112,7 +115,6 @@ class Loop:
                 if not self._held or left <= 0:
                     break
                 wait = min(wait, left)
-            self._wake.wait(wait)
         if self._held:
             log.warning(
                 "left to their leases: tasks=%s",
@@ -122,10 +124,6 @@ class Loop:
         if connection is not None:
             self._sign_off(connection)
         log.info("stopped: worker=%s", self._name)
-
-    def _finished(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self._wake.set()
 
     def _connect(self) -> Connection:
         connection = calls.connect(self._settings.dsn, application_name=f"pgsched {self._name}")
@@ -140,7 +138,6 @@ class Loop:
     def _turn(self, connection: Connection) -> float:
         """Everything that is due; returns how long [s] nothing else will be."""
         now = time.monotonic()
-        self._collect()
         if self._unreported and now >= self._report_at:
             self._report(connection)
         if self._held and now >= self._extend_at:
@@ -152,27 +149,35 @@ class Loop:
             self._register_at = now + REGISTER_SECONDS
         if now >= self._reap_at:
             self._reap(connection)
-        free = self._settings.concurrency - self._busy
-        if free and not self._stopping.is_set():
+        free = self._settings.concurrency - self.busy
+        if free and not self._stopping:
             free = self._claim(connection, free)
-        self._metrics.slots_busy.set(self._busy)
+        self._metrics.slots_busy.set(self.busy)
 
         due = [self._register_at, self._reap_at]
         if self._unreported:
             due.append(self._report_at)
         if self._held:
             due.append(self._extend_at)
-        if free and not self._stopping.is_set():
+        if free and not self._stopping:
             due.extend(self._poll_at.values())
         return max(0.0, min(due) - time.monotonic())
 
-    def _collect(self) -> None:
-        """Take over what handlers' threads left; the outcome of a lost claim counts no more."""
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
-            self._busy -= 1
-            if outcome.claim.token in self._held:
-                self._unreported[outcome.claim.token] = outcome
+    def _receive(self, wait: float) -> None:
+        """Sleep so long [s], less when a message comes; take over all that are there."""
+        try:
+            message = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+            while True:
+                if message is None:
+                    self._stopping = True
+                else:
+                    self.busy -= 1
+                    # The outcome of a lost claim counts no more.
+                    if message.claim.token in self._held:
+                        self._unreported[message.claim.token] = message
+                message = self._inbox.get_nowait()
+        except Empty:
+            pass
 
     def _report(self, connection: Connection) -> None:
         """Tell the database how claims ended. What it has not accepted stays unreported."""
@@ -190,12 +195,16 @@ class Loop:
             claim = outcome.claim
             try:
                 status = self._give_back(connection, outcome)
+            except psycopg.errors.LockNotAvailable:
+                # To the end of the line: it must not hold up the others, nor any lease.
+                self._unreported[claim.token] = self._unreported.pop(claim.token)
+                self._report_at = time.monotonic() + BUSY_SECONDS
+                break
             except psycopg.Error as error:
                 if isinstance(from_database(error), ClaimLost | TaskNotFound):
                     self._lose(claim)
                 elif _refuses(error):
-                    log.error("left to its lease: task=%d error=%r", claim.id, error_text(error))
-                    self._lose(claim)
+                    self._simplify(outcome, error)
                 else:
                     raise
             else:
@@ -203,13 +212,30 @@ class Loop:
 
     def _give_back(self, connection: Connection, outcome: Outcome) -> str:
         claim, delay = outcome.claim, outcome.delay
-        if outcome.kind == "released":
-            calls.release_task(connection, claim.id, claim.token, delay or timedelta())
-            return "released"
-        status = calls.fail_task(
-            connection, claim.id, claim.token, outcome.error, delay, outcome.permanent
-        )
+        with calls.lock_timeout(connection, LOCK_WAIT):
+            if outcome.kind == "released":
+                calls.release_task(connection, claim.id, claim.token, delay or timedelta())
+                return "released"
+            status = calls.fail_task(
+                connection, claim.id, claim.token, outcome.error, delay, outcome.permanent
+            )
         return "retried" if status == "queued" else status
+
+    def _simplify(self, outcome: Outcome, refusal: psycopg.Error) -> None:
+        """Say less, at once, when the database refused what was said."""
+        claim, error = outcome.claim, outcome.error
+        if outcome.delay is not None:
+            error = f"delay {outcome.delay} refused: {error_text(refusal)}"
+            outcome = replace(outcome, kind="failed", delay=None, error=error)
+        elif not error.isascii():
+            # Not every database's encoding has every character.
+            error = error.encode("ascii", "backslashreplace").decode()
+            outcome = replace(outcome, error=error)
+        else:
+            log.error("left to its lease: task=%d error=%r", claim.id, error_text(refusal))
+            self._lose(claim)
+            return
+        self._unreported[claim.token] = outcome
 
     def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> list[str]:
         try:
@@ -276,14 +302,14 @@ class Loop:
                 self._metrics.lock_contention.labels(queue).inc(claims[0].contended)
             for claim in claims:
                 self._start(claim, now)
-            free = self._settings.concurrency - self._busy
+            free = self._settings.concurrency - self.busy
         return free
 
     def _start(self, claim: Claim, now: float) -> None:
         held = Held(claim, now)
         self._held[claim.token] = held
         if claim.task_type in self._handlers:
-            self._busy += 1
+            self.busy += 1
             self._executor.start(claim, held.cancelled)
             return
         if claim.task_type not in self._unknown_types:

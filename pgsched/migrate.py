@@ -19,6 +19,8 @@ from yoyo.backends.core.postgresql import PostgresqlPsycopgBackend
 from yoyo.internalmigrations import upgrade
 from yoyo.migrations import Migration, topological_sort
 
+from pgsched.calls import connect
+
 __all__ = ["MIGRATIONS", "MIGRATION_LOCK", "MigrationError", "migrate"]
 
 MIGRATIONS = Path(__file__).with_name("migrations")
@@ -76,10 +78,7 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
     connection: psycopg.Connection[tuple[Any, ...]]
 
     def connect(self, dburi: str) -> psycopg.Connection[tuple[Any, ...]]:
-        # UTF-8 also where the database is SQL_ASCII: psycopg returns text as bytes there.
-        connection = psycopg.connect(
-            dburi, autocommit=True, prepare_threshold=None, client_encoding="utf8"
-        )
+        connection = connect(dburi, application_name="pgsched migrate")
         # A stricter default would see the database as it was before the wait for the lock.
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         return connection

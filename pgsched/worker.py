@@ -5,17 +5,18 @@ import os
 import signal
 import socket
 import threading
+import unicodedata
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from types import FrameType
 from typing import TypeVar
 
-from psycopg.conninfo import conninfo_to_dict
-
+from pgsched.calls import dsn_parameters
 from pgsched.errors import InvalidArgument
-from pgsched.handlers import Handler
+from pgsched.handlers import Handler, Inbox
 
 __all__ = ["Settings", "Worker"]
 
@@ -40,7 +41,7 @@ class Settings:
     Raises pgsched.InvalidArgument.
     """
 
-    dsn: str = ""
+    dsn: str = field(default="", repr=False)
     queues: tuple[str, ...] = ("default",)
     concurrency: int = 10
     lease: float = 30.0
@@ -50,16 +51,18 @@ class Settings:
     metrics_host: str = "0.0.0.0"
 
     def __post_init__(self) -> None:
-        try:
-            conninfo_to_dict(self.dsn)
-        except Exception as error:
-            raise InvalidArgument("dsn is neither a PostgreSQL URL nor key=value pairs") from error
+        dsn_parameters(self.dsn)
         for valid, message in (
-            (self.queues and len(set(self.queues)) == len(self.queues), "queues: name each once"),
+            (0 < len(self.queues) == len(set(self.queues)), "queues: name at least one, each once"),
+            (all(map(_is_name, self.queues)), "queues: 1 to 63 bytes, no control characters"),
             (1 <= self.concurrency <= 10_000, "concurrency: 1 to 10000"),
             (1 <= self.lease <= 86_400, "lease: 1 to 86400 seconds"),
             (0 < self.poll_interval <= 3600, "poll_interval: above 0, at most 3600 seconds"),
             (0 <= self.grace <= 86_400, "grace: 0 to 86400 seconds"),
+            (
+                self.metrics_port is None or 1 <= self.metrics_port <= 65_535,
+                "metrics_port: 1 to 65535",
+            ),
         ):
             if not valid:
                 raise InvalidArgument(message)
@@ -109,8 +112,7 @@ class Worker:
             metrics_host=metrics_host,
         )
         self._handlers: dict[str, Handler] = {}
-        self._stopping = threading.Event()
-        self._wake = threading.Event()
+        self._inbox = Inbox()
 
     def task(self, task_type: str) -> Callable[[H], H]:
         """Decorator for the function or coroutine function that handles tasks of a type.
@@ -134,15 +136,15 @@ class Worker:
 
         May be called from any thread, and from a handler.
         """
-        self._stopping.set()
-        self._wake.set()
+        self._inbox.put(None)
 
-    def run(self) -> None:
+    def run(self) -> int:
         """Work until stop() or, in the main thread, SIGTERM or SIGINT; a second signal ends it now.
 
-        Tasks that still run then are left to their leases. Never ends because the database is away:
-        it reconnects, for ever. Raises pgsched.SchemaError when the database answers but the schema
-        is not there or may not be used.
+        Returns how many handlers still run: none, unless the grace was over or a second signal
+        came. Their tasks are left to their leases. Never ends because the database is away: it
+        reconnects, for ever. Raises pgsched.SchemaError when the database answers but the schema is
+        not there or may not be used.
         """
         # prometheus_client takes a tenth of a second to import: not for those who only enqueue.
         from pgsched.loop import Loop
@@ -150,7 +152,7 @@ class Worker:
 
         name = f"{socket.gethostname()[:32]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         metrics = Metrics(self.settings.concurrency)
-        loop = Loop(self.settings, name, self._handlers, metrics, self._stopping, self._wake)
+        loop = Loop(self.settings, name, self._handlers, metrics, self._inbox)
         with (
             self._signals(),
             metrics.served(self.settings.metrics_port, self.settings.metrics_host),
@@ -159,6 +161,7 @@ class Worker:
                 loop.run()
             except _StopNow:
                 log.warning("stopped at once: worker=%s", name)
+        return loop.busy
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -166,8 +169,10 @@ class Worker:
             yield
             return
 
+        signals = count()
+
         def handle(number: int, frame: FrameType | None) -> None:
-            if self._stopping.is_set():
+            if next(signals):
                 raise _StopNow
             self.stop()
 
@@ -179,3 +184,9 @@ class Worker:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text.encode()) <= 63 and not any(
+        unicodedata.category(character) == "Cc" for character in text
+    )

@@ -116,7 +116,7 @@ select lives_ok(format('select pg_temp.put(''queues'', ''{"name": "pgtap %s%s", 
                        setting, good),
                 format('%s can be %s', setting, good))
   from unnest(array['retry_delay', 'retry_delay_max']) as setting
- cross join unnest(array['0', '1 microsecond', '1 year']) as good;
+ cross join unnest(array['0', '1 microsecond', '365 days']) as good;
 select pg_temp.put('queues', '{}') \g /dev/null
 select throws_ok($$select pg_temp.put('queues', '{}')$$, '23505',
                  'duplicate key value violates unique constraint "queues_pkey"',

@@ -18,9 +18,9 @@ create table pgsched.queues (
   constraint queues_pkey primary key (name),
   constraint queues_max_attempts_check check (max_attempts >= 1),
   constraint queues_retry_delay_check check (
-    date_part('epoch', retry_delay) between 0 and 31557600),
+    date_part('epoch', retry_delay) between 0 and 31536000),
   constraint queues_retry_delay_max_check check (
-    date_part('epoch', retry_delay_max) between 0 and 31557600),
+    date_part('epoch', retry_delay_max) between 0 and 31536000),
   constraint queues_max_payload_bytes_check check (max_payload_bytes between 2 and 268435455)
 );
 
@@ -31,10 +31,10 @@ comment on column pgsched.queues.paused is
 comment on column pgsched.queues.max_attempts is
   'Attempts of a task that does not bring its own number. Default 20.';
 comment on column pgsched.queues.retry_delay is
-  'Wait after the first failed attempt, doubled by each further one; 0 to 1 year. '
+  'Wait after the first failed attempt, doubled by each further one; 0 to 365 days. '
   'Default 1 second.';
 comment on column pgsched.queues.retry_delay_max is
-  'No wait after a failed attempt is longer than this; 0 to 1 year. Default 1 hour.';
+  'No wait after a failed attempt is longer than this; 0 to 365 days. Default 1 hour.';
 comment on column pgsched.queues.max_payload_bytes is
   'Longest payload, in bytes of its text form. Default 1048576 (1 MiB).';
 

@@ -1,0 +1,1072 @@
+"""The worker: what it runs, what becomes of it, and what it withstands."""
+
+import asyncio
+import re
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from threading import Barrier, Event, Lock
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from workers import (
+    PATIENCE,
+    WorkerProcess,
+    count,
+    quick,
+    row,
+    running,
+    wait_for,
+    wait_for_delay,
+    wait_for_extension,
+    wait_until,
+)
+
+from pgsched import (
+    Fail,
+    InvalidArgument,
+    Retry,
+    SchemaError,
+    Snooze,
+    Task,
+    Worker,
+    calls,
+    enqueue,
+    loop,
+)
+from pgsched.embedded import Server
+
+SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
+REAP = "select id from pgsched.reap_stale()"
+CANCEL = "update pgsched.scheduled_tasks set cancel_requested_at = clock_timestamp() where id = %s"
+
+Connect = Callable[..., psycopg.Connection]
+Plain = Callable[[Task], Any]
+Kind = Callable[[Plain], Callable[[Task], Any]]
+
+
+def as_plain(function: Plain) -> Plain:
+    return function
+
+
+def as_async(function: Plain) -> Plain:
+    async def handler(task: Task) -> Any:
+        return function(task)
+
+    return handler
+
+
+kinds = pytest.mark.parametrize("kind", [as_plain, as_async], ids=["plain", "async"])
+
+
+@pytest.fixture
+def reaping_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "REAP_SECONDS", 0.2)
+
+
+@pytest.fixture(scope="module")
+def fragile_server() -> Iterator[Server]:
+    """A server of this module's own, which tests stop, with the schema in database `template`."""
+    with Server(settings={"fsync": "off"}) as server:
+        install(server, server.dsn("postgres"))
+        yield server
+
+
+@pytest.fixture
+def fragile(fragile_server: Server) -> Iterator[Server]:
+    """The server, running, with nothing in `app` but the schema."""
+    fragile_server.start()
+    fragile_server.create_database("app", template="postgres")
+    yield fragile_server
+    fragile_server.start()
+    with psycopg.connect(fragile_server.dsn(), autocommit=True) as conn:
+        conn.execute("drop database app with (force)")
+
+
+def install(server: Server, dsn: str) -> None:
+    server.run("psql", "-Xqv", "ON_ERROR_STOP=1", "-f", SCHEMA, dsn, check=True)
+
+
+def ask(dsn: str, query: str) -> list[Any]:
+    """The first column of a query's rows, over a connection of its own."""
+    with psycopg.connect(dsn) as conn:
+        return [value for (value,) in conn.execute(query.encode())]
+
+
+# What handlers return and raise
+
+
+@kinds
+def test_a_result_is_stored(dsn: str, conn: psycopg.Connection, kind: Kind) -> None:
+    worker = quick(dsn)
+    seen: list[Task] = []
+
+    def double(task: Task) -> Any:
+        seen.append(task)
+        return {"doubled": task.payload["n"] * 2}
+
+    worker.task("double")(kind(double))
+    worker.task("nothing")(kind(lambda task: None))
+    task_id = enqueue(conn, "double", {"n": 21}, priority=3, max_attempts=7)
+    none_id = enqueue(conn, "nothing")
+    with running(worker):
+        done = wait_for(conn, task_id, "completed")
+        assert (done.result, done.attempt, done.last_error) == ({"doubled": 42}, 1, None)
+        assert wait_for(conn, none_id, "completed").result is None
+    [task] = seen
+    assert (task.id, task.queue, task.task_type) == (task_id, "default", "double")
+    assert (task.payload, task.priority, task.attempt, task.max_attempts) == ({"n": 21}, 3, 1, 7)
+    assert task.run_at == task.created_at
+    assert not task.cancelled.is_set()
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class UnreadableExit(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
+    "ordinary": (lambda: ValueError("wrong"), "ValueError: wrong"),
+    "silent": (ValueError, "ValueError"),
+    "nul": (lambda: ValueError("a\0b"), "ValueError: a\ufffdb"),
+    "surrogate": (lambda: ValueError("a\ud800b"), "ValueError: a?b"),
+    "huge": (lambda: ValueError("x" * 50_000_000), "ValueError: xxxx"),
+    "wide": (lambda: ValueError("\N{SNOWMAN}" * 9_000), "ValueError: \N{SNOWMAN}"),
+    "unreadable": (Unreadable, "Unreadable"),
+    "unreadable exit": (UnreadableExit, "UnreadableExit"),
+    "exit": (lambda: SystemExit(3), "SystemExit: 3"),
+    "interrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
+    "generator exit": (GeneratorExit, "GeneratorExit"),
+    "cancelled": (asyncio.CancelledError, "CancelledError"),
+}
+
+
+@kinds
+def test_whatever_a_handler_raises_is_recorded(
+    dsn: str, conn: psycopg.Connection, kind: Kind
+) -> None:
+    worker = quick(dsn, concurrency=len(ERRORS))
+
+    @worker.task("raise")
+    @kind
+    def fail(task: Task) -> None:
+        raise ERRORS[task.payload][0]()
+
+    together = Barrier(len(ERRORS))
+    worker.task("meet")(lambda task: together.wait(PATIENCE))
+
+    ids = {name: enqueue(conn, "raise", name, max_attempts=1) for name in ERRORS}
+    with running(worker):
+        for name, (_, text) in ERRORS.items():
+            failed = wait_for(conn, ids[name], "failed")
+            assert failed.last_error is not None
+            assert failed.last_error.startswith(text), name
+            assert len(failed.last_error.encode()) <= 8192
+        # None of them took a slot with it.
+        meeting = [enqueue(conn, "meet") for _ in ERRORS]
+        assert {wait_for(conn, task_id, "completed").attempt for task_id in meeting} == {1}
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_an_error_is_recorded_whatever_the_encoding_of_the_database(
+    server: Server, encoding: str
+) -> None:
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        create = "create database encoded template template0 encoding '{}' locale 'C'"
+        admin.execute(create.format(encoding).encode())
+        dsn = server.dsn("encoded")
+        install(server, dsn)
+        worker = quick(dsn)
+
+        @worker.task("fail")
+        def fail(task: Task) -> None:
+            raise ValueError(f"{task.payload} caf\u00e9 \N{SNOWMAN}")
+
+        with psycopg.connect(dsn, autocommit=True, client_encoding="utf8") as conn:
+            task_id = enqueue(conn, "fail", "no", max_attempts=1)
+            with running(worker):
+                error = wait_for(conn, task_id, "failed").last_error
+        assert error is not None
+        assert error.startswith("ValueError: no caf")
+        admin.execute("drop database encoded with (force)")
+
+
+def test_a_failed_attempt_is_retried_until_the_attempts_are_used_up(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    conn.execute("insert into pgsched.queues (name, retry_delay) values ('default', '0')")
+    worker = quick(dsn)
+
+    @worker.task("fail")
+    def fail(task: Task) -> str:
+        if task.attempt <= task.payload:
+            raise ValueError(f"attempt {task.attempt}")
+        return "well"
+
+    recovering = enqueue(conn, "fail", 1, max_attempts=2)
+    hopeless = enqueue(conn, "fail", 2, max_attempts=2)
+    with running(worker):
+        done = wait_for(conn, recovering, "completed", "failed")
+        assert (done.status, done.attempt, done.result) == ("completed", 2, "well")
+        assert done.last_error == "ValueError: attempt 1"
+        done = wait_for(conn, hopeless, "completed", "failed")
+        assert (done.status, done.attempt) == ("failed", 2)
+        assert done.last_error == "ValueError: attempt 2"
+
+
+@kinds
+def test_retry_snooze_and_fail_say_more(dsn: str, conn: psycopg.Connection, kind: Kind) -> None:
+    worker = quick(dsn)
+    raised: dict[str, Exception] = {
+        "retry": Retry(timedelta(hours=1), "later"),
+        "retry by backoff": Retry(reason="again"),
+        "snooze": Snooze(timedelta(hours=2)),
+        "fail": Fail("hopeless"),
+    }
+
+    @worker.task("raise")
+    @kind
+    def tell(task: Task) -> None:
+        raise raised[task.payload]
+
+    ids = {name: enqueue(conn, "raise", name) for name in raised}
+    conn.execute("insert into pgsched.queues (name, retry_delay) values ('default', '90 s')")
+    with running(worker):
+        failed = wait_for(conn, ids["fail"], "failed")
+        assert (failed.attempt, failed.last_error) == (1, "Fail: hopeless")
+
+        wait_until(lambda: row(conn, ids["retry"]).last_error)
+        retried = row(conn, ids["retry"])
+        assert (retried.status, retried.attempt) == ("queued", 1)
+        assert retried.last_error == "Retry: later"
+        assert timedelta(minutes=59) < retried.due_in <= timedelta(hours=1)
+
+        wait_until(lambda: row(conn, ids["retry by backoff"]).last_error)
+        retried = row(conn, ids["retry by backoff"])
+        assert timedelta(seconds=60) < retried.due_in <= timedelta(seconds=135)
+
+        snoozed = wait_for_delay(conn, ids["snooze"])
+        assert (snoozed.status, snoozed.attempt, snoozed.last_error) == ("queued", 0, None)
+        assert timedelta(minutes=119) < snoozed.due_in <= timedelta(hours=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Retry(timedelta(days=400)),
+        lambda: Retry(timedelta(seconds=-1)),
+        lambda: Retry(timedelta.max),
+        lambda: Retry(5),  # type: ignore[arg-type]
+        lambda: Snooze(timedelta.max),
+        lambda: Snooze(5),  # type: ignore[arg-type]
+    ],
+    ids=["long", "negative", "longest", "number", "longest snooze", "number snooze"],
+)
+def test_a_delay_that_cannot_be_fails_its_own_attempt_only(
+    dsn: str, conn: psycopg.Connection, make: Callable[[], Exception]
+) -> None:
+    worker = quick(dsn)
+
+    @worker.task("raise")
+    def tell(task: Task) -> None:
+        raise make()
+
+    worker.task("noop")(lambda task: None)
+    bad = enqueue(conn, "raise", max_attempts=1, priority=0)
+    good = enqueue(conn, "noop")
+    with running(worker):
+        assert wait_for(conn, bad, "failed").last_error
+        wait_for(conn, good, "completed")
+
+
+def deep_list(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_a_result_that_cannot_be_stored_fails_and_the_rest_of_its_batch_completes(
+    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: dict[str, tuple[Any, str]] = {
+        "nul": ("a\0b", "result refused: .*unsupported Unicode escape"),
+        "surrogate": ("\ud800", "result refused: .*"),
+        "nan": ({"x": float("nan")}, "not representable as JSON: .*"),
+        "object": (object(), "not representable as JSON: .*object"),
+        "deep": (deep_list(100_000), "not representable as JSON: .*recursion"),
+    }
+    worker = quick(dsn, concurrency=2 * len(refused))
+    together = Barrier(2 * len(refused))
+    batches: list[int] = []
+    complete_tasks = calls.complete_tasks
+
+    def watched(conn: calls.Connection, ids: Any, tokens: Any, results: Any) -> list[str]:
+        batches.append(len(ids))
+        return complete_tasks(conn, ids, tokens, results)
+
+    monkeypatch.setattr(calls, "complete_tasks", watched)
+
+    @worker.task("return")
+    def give(task: Task) -> Any:
+        together.wait(PATIENCE)
+        return refused[task.payload][0] if task.payload else "good"
+
+    good = [enqueue(conn, "return", "") for _ in refused]
+    bad = {name: enqueue(conn, "return", name, max_attempts=1) for name in refused}
+    with running(worker):
+        for task_id in good:
+            assert wait_for(conn, task_id, "completed", "failed").result == "good"
+        for name, (_, reason) in refused.items():
+            failed = wait_for(conn, bad[name], "completed", "failed")
+            assert failed.status == "failed", name
+            assert re.search(reason, failed.last_error or "")
+    assert max(batches) > 1
+
+
+def test_a_payload_that_python_cannot_read_fails_its_own_task_only(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(dsn)
+    worker.task("noop")(lambda task: None)
+    payloads = {
+        "a long integer": '{"n": ' + 5_000 * "9" + "}",
+        "a deep list": 4_000 * "[" + 4_000 * "]",
+        "nothing special": "{}",
+    }
+    # One statement, so that one claim gets all of them.
+    rows = conn.execute(
+        """
+        select pgsched.enqueue_task('noop', payload::jsonb, p_max_attempts => 1)
+          from unnest(%s::text[]) as payload
+        """,
+        [list(payloads.values())],
+    )
+    ids = dict(zip(payloads, (task_id for (task_id,) in rows), strict=True))
+    with running(worker):
+        for name in ("a long integer", "a deep list"):
+            error = wait_for(conn, ids[name], "failed").last_error
+            assert error is not None
+            assert error.startswith("InvalidArgument: Python cannot read the payload"), name
+        wait_for(conn, ids["nothing special"], "completed")
+
+
+def test_a_task_of_unknown_type_is_left_to_others_and_logged_once(
+    dsn: str, conn: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = quick(dsn)
+    worker.task("known")(lambda task: None)
+    unknown = [enqueue(conn, "unknown") for _ in range(3)]
+    known = enqueue(conn, "known")
+    with running(worker):
+        wait_for(conn, known, "completed")
+        for task_id in unknown:
+            left = wait_for_delay(conn, task_id)
+            assert (left.status, left.attempt, left.last_error) == ("queued", 0, None)
+            assert timedelta(seconds=10) < left.due_in <= timedelta(seconds=45)
+    assert sum("task_type=unknown" in record.getMessage() for record in caplog.records) == 1
+
+
+# How much runs at once
+
+
+@kinds
+def test_no_more_runs_at_once_than_there_are_slots(
+    dsn: str, conn: psycopg.Connection, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = 4
+    worker = quick(dsn, concurrency=slots)
+    now = most = 0
+    lock = Lock()
+
+    def enter() -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+
+    def leave() -> None:
+        nonlocal now
+        with lock:
+            now -= 1
+
+    if kind is as_plain:
+
+        @worker.task("count")
+        def plain(task: Task) -> None:
+            enter()
+            time.sleep(0.01)
+            leave()
+
+    else:
+
+        @worker.task("count")
+        async def coroutine(task: Task) -> None:
+            enter()
+            await asyncio.sleep(0.01)
+            leave()
+
+    claimed: list[int] = []
+    claim_task = calls.claim_task
+
+    def watched(session: calls.Connection, *args: Any) -> list[calls.Claim]:
+        claims = claim_task(session, *args)
+        claimed.append(count(conn, "processing"))
+        return claims
+
+    with psycopg.connect(dsn, autocommit=True) as producer:
+        ids = [enqueue(producer, "count") for _ in range(60)]
+    monkeypatch.setattr(calls, "claim_task", watched)
+    with psycopg.connect(dsn, autocommit=True) as observer, running(worker):
+        wait_until(lambda: count(observer, "completed") == len(ids))
+    assert most == slots
+    # It holds no claim that it cannot start.
+    assert max(claimed) == slots
+
+
+def test_a_full_worker_does_not_ask_for_more(
+    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = quick(dsn, concurrency=3, lease=1)
+    gate = Event()
+    full = Barrier(4)
+
+    @worker.task("wait")
+    def wait(task: Task) -> None:
+        if not gate.is_set():
+            full.wait(PATIENCE)
+            gate.wait(PATIENCE)
+
+    ids = [enqueue(conn, "wait") for _ in range(10)]
+    asked: list[int] = []
+    claim_task = calls.claim_task
+
+    def watched(session: calls.Connection, *args: Any) -> list[calls.Claim]:
+        asked.append(args[-1])
+        return claim_task(session, *args)
+
+    monkeypatch.setattr(calls, "claim_task", watched)
+    with running(worker):
+        full.wait(PATIENCE)
+        # Two extensions later it has had every occasion.
+        wait_for_extension(conn, ids[0])
+        wait_for_extension(conn, ids[0])
+        assert asked == [3]
+        assert (count(conn, "processing"), count(conn, "queued")) == (3, 7)
+        gate.set()
+        wait_until(lambda: count(conn, "completed") == len(ids))
+
+
+def test_no_queue_starves_beside_one_that_never_empties(dsn: str, conn: psycopg.Connection) -> None:
+    worker = quick(dsn, queues=["endless", "first", "second"], concurrency=1)
+    worker.task("noop")(lambda task: None)
+
+    @worker.task("again")
+    def again(task: Task) -> None:
+        with psycopg.connect(dsn, autocommit=True) as session:
+            enqueue(session, "again", queue="endless", priority=0)
+
+    for _ in range(2):
+        enqueue(conn, "again", queue="endless", priority=0)
+    ids = [enqueue(conn, "noop", queue=queue) for queue in 5 * ["first", "second"]]
+    with running(worker):
+        for task_id in ids:
+            wait_for(conn, task_id, "completed")
+        assert count(conn, "queued") + count(conn, "processing") > 0
+
+
+def test_a_worker_uses_one_connection(dsn: str, conn: psycopg.Connection) -> None:
+    worker = quick(dsn, concurrency=20, queues=["default", "other"])
+    gate = Event()
+
+    @worker.task("plain")
+    def plain(task: Task) -> None:
+        gate.wait(PATIENCE)
+
+    @worker.task("async")
+    async def coroutine(task: Task) -> None:
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+
+    for _ in range(10):
+        enqueue(conn, "plain")
+        enqueue(conn, "async", queue="other")
+    with running(worker):
+        wait_until(lambda: count(conn, "processing") == 20)
+        [(connections,)] = conn.execute(
+            """
+            select count(*)
+              from pg_stat_activity
+             where datname = current_database() and pid <> pg_backend_pid()
+               and backend_type = 'client backend'
+            """
+        )
+        assert connections == 1
+        gate.set()
+        wait_until(lambda: count(conn, "completed") == 20)
+
+
+# Leases, lost claims, cancelling
+
+
+def test_a_lease_lasts_as_long_as_its_handler(
+    dsn: str, conn: psycopg.Connection, reaping_often: None
+) -> None:
+    worker = quick(dsn, lease=1)
+    runs: Counter[str] = Counter()
+    seconds = 3.2
+
+    @worker.task("plain")
+    def plain(task: Task) -> None:
+        runs["plain"] += 1
+        time.sleep(seconds)
+
+    @worker.task("async")
+    async def coroutine(task: Task) -> None:
+        runs["async"] += 1
+        await asyncio.sleep(seconds)
+
+    @worker.task("blocking the loop")
+    async def blocking(task: Task) -> None:
+        runs["blocking the loop"] += 1
+        time.sleep(seconds)
+
+    ids = [enqueue(conn, name) for name in ("plain", "async", "blocking the loop")]
+    with running(worker):
+        wait_until(lambda: len(runs) == 3)
+        while count(conn, "completed") < 3:
+            assert conn.execute(REAP).fetchall() == []
+            time.sleep(0.05)
+        assert [row(conn, task_id).attempt for task_id in ids] == [1, 1, 1]
+    assert set(runs.values()) == {1}
+
+
+def take_away(session: psycopg.Connection, task_id: int) -> None:
+    """As if the lease had ended: reap the task and claim it for another worker."""
+    with session.transaction():
+        session.execute(
+            "update pgsched.scheduled_tasks set lease_expires_at = clock_timestamp() where id = %s",
+            [task_id],
+        )
+        assert session.execute(REAP).fetchall() == [(task_id,)]
+        claimed = session.execute("select id from pgsched.claim_task('other', p_lease => '1 h')")
+        assert claimed.fetchall() == [(task_id,)]
+
+
+def test_a_lost_claim_stops_its_handler_and_its_outcome_changes_nothing(
+    dsn: str, conn: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = quick(dsn, lease=1, concurrency=3)
+    ended: Counter[str] = Counter()
+
+    @worker.task("result")
+    def give(task: Task) -> str:
+        ended["result"] += task.cancelled.wait(PATIENCE)
+        return "too late"
+
+    @worker.task("error")
+    def fail(task: Task) -> None:
+        ended["error"] += task.cancelled.wait(PATIENCE)
+        raise ValueError("too late")
+
+    @worker.task("async")
+    async def coroutine(task: Task) -> None:
+        try:
+            await asyncio.sleep(PATIENCE)
+        except asyncio.CancelledError:
+            ended["async"] += task.cancelled.is_set()
+            raise
+
+    together = Barrier(3)
+    worker.task("meet")(lambda task: together.wait(PATIENCE))
+    ids = [enqueue(conn, name) for name in ("result", "error", "async")]
+    with running(worker):
+        wait_until(lambda: count(conn, "processing") == 3)
+        for task_id in ids:
+            take_away(connect(), task_id)
+        wait_until(lambda: ended.total() == 3)
+        # All slots are free again.
+        meeting = [enqueue(conn, "meet") for _ in range(3)]
+        for task_id in meeting:
+            wait_for(conn, task_id, "completed")
+        for task_id in ids:
+            theirs = row(conn, task_id)
+            assert (theirs.status, theirs.claimed_by, theirs.attempt) == ("processing", "other", 2)
+    assert sum(text.startswith("claim lost") for text in caplog.messages) == 3
+
+
+def test_a_running_task_learns_that_a_cancel_was_requested(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(dsn, lease=1)
+
+    @worker.task("plain")
+    def plain(task: Task) -> None:
+        assert task.cancelled.wait(PATIENCE)
+        raise ValueError("stopped")
+
+    @worker.task("async")
+    async def coroutine(task: Task) -> None:
+        await asyncio.sleep(PATIENCE)
+
+    @worker.task("finishes")
+    def finish(task: Task) -> str:
+        assert task.cancelled.wait(PATIENCE)
+        return "all the same"
+
+    ids = {name: enqueue(conn, name) for name in ("plain", "async", "finishes")}
+    with running(worker):
+        wait_until(lambda: count(conn, "processing") == 3)
+        for task_id in ids.values():
+            conn.execute(CANCEL, [task_id])
+        assert wait_for(conn, ids["plain"], "cancelled").last_error == "ValueError: stopped"
+        wait_for(conn, ids["async"], "cancelled")
+        assert wait_for(conn, ids["finishes"], "completed").result == "all the same"
+
+
+def test_a_coroutine_cancelled_before_it_began_gives_its_slot_back(
+    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = quick(dsn, lease=1, concurrency=2)
+    gate = Event()
+    answers: list[str] = []
+    extend_tasks = calls.extend_tasks
+
+    def watched(*args: Any) -> list[str]:
+        outcomes = extend_tasks(*args)
+        answers.extend(outcomes)
+        return outcomes
+
+    monkeypatch.setattr(calls, "extend_tasks", watched)
+
+    @worker.task("block")
+    async def block(task: Task) -> None:
+        gate.wait(PATIENCE)
+
+    together = Barrier(2)
+    worker.task("meet")(lambda task: together.wait(PATIENCE))
+    enqueue(conn, "block", priority=0)
+    with running(worker):
+        wait_until(lambda: count(conn, "processing") == 1)
+        behind = enqueue(conn, "block")
+        wait_for(conn, behind, "processing")
+        conn.execute(CANCEL, [behind])
+        wait_until(lambda: "cancel_requested" in answers)
+        gate.set()
+        wait_for(conn, behind, "cancelled", "completed")
+        for task_id in [enqueue(conn, "meet") for _ in range(2)]:
+            wait_for(conn, task_id, "completed")
+
+
+def test_an_exit_in_a_task_of_a_coroutine_ends_that_handler_only(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(dsn)
+
+    @worker.task("exit")
+    async def exits(task: Task) -> None:
+        async def leave() -> None:
+            raise SystemExit(5)
+
+        await asyncio.create_task(leave())
+
+    @worker.task("sleep")
+    async def sleep(task: Task) -> None:
+        await asyncio.sleep(0.01)
+
+    exiting = enqueue(conn, "exit", max_attempts=1)
+    with running(worker):
+        assert wait_for(conn, exiting, "failed").last_error == "SystemExit: 5"
+        wait_for(conn, enqueue(conn, "sleep"), "completed")
+
+
+def test_the_stale_task_of_another_worker_is_reaped_and_done(
+    dsn: str, conn: psycopg.Connection, reaping_often: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = quick(dsn)
+    worker.task("noop")(lambda task: None)
+    task_id = enqueue(conn, "noop")
+    conn.execute("select from pgsched.claim_task('lost', p_lease => '1 s')")
+    with running(worker):
+        done = wait_for(conn, task_id, "completed")
+    assert done.attempt == 2
+    assert done.last_error is not None
+    assert "worker lost was lost" in done.last_error
+    assert f"reaped: task={task_id} status=queued" in caplog.messages
+
+
+def test_a_failure_that_has_to_wait_for_a_lock_holds_up_no_lease(
+    dsn: str, conn: psycopg.Connection, connect: Connect
+) -> None:
+    worker = quick(dsn, lease=1)
+    gate, end = Event(), Event()
+
+    @worker.task("fail")
+    def fail(task: Task) -> None:
+        gate.wait(PATIENCE)
+        raise ValueError("held by another")
+
+    worker.task("long")(lambda task: end.wait(PATIENCE))
+    failing = enqueue(conn, "fail", max_attempts=1)
+    long = enqueue(conn, "long")
+    with running(worker):
+        wait_until(lambda: count(conn, "processing") == 2)
+        other = connect()
+        with other.transaction():
+            other.execute("select pg_advisory_xact_lock(1337, %s)", [failing])
+            gate.set()
+            for _ in range(4):  # more than one lease
+                wait_for_extension(conn, long)
+        end.set()
+        wait_for(conn, failing, "failed")
+        wait_for(conn, long, "completed")
+
+
+# The database goes away
+
+
+def test_every_task_is_done_although_the_server_crashes_under_load(
+    fragile: Server, reaping_often: None
+) -> None:
+    worker = quick(fragile.dsn("app"), lease=1)
+    runs: Counter[int] = Counter()
+
+    @worker.task("work")
+    def work(task: Task) -> None:
+        runs[task.id] += 1
+        time.sleep(0.002)
+
+    ids = ask(
+        fragile.dsn("app"), "select pgsched.enqueue_task('work') from generate_series(1, 600)"
+    )
+    with running(worker) as thread:
+        wait_until(lambda: len(runs) >= 100)
+        fragile.stop("immediate")
+        fragile.start()
+        wait_until(lambda: len(runs) >= 300)
+        fragile.stop("immediate")
+        fragile.start()
+        done = "select id from pgsched.finished_tasks where status = 'completed'"
+        wait_until(lambda: set(ask(fragile.dsn("app"), done)) == set(ids))
+        assert thread.is_alive()
+    assert ask(fragile.dsn("app"), "select id from pgsched.scheduled_tasks") == []
+    assert set(runs) == set(ids)
+
+
+def test_an_outcome_is_kept_while_the_server_is_away(
+    fragile: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = quick(fragile.dsn("app"), lease=600)
+    gate = Event()
+    ended: list[str] = []
+
+    @worker.task("result")
+    def give(task: Task) -> str:
+        gate.wait(PATIENCE)
+        ended.append("result")
+        return "kept"
+
+    @worker.task("error")
+    async def fail(task: Task) -> None:
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        ended.append("error")
+        raise Fail("kept")
+
+    with psycopg.connect(fragile.dsn("app"), autocommit=True) as conn:
+        result, error = enqueue(conn, "result"), enqueue(conn, "error")
+        with running(worker):
+            wait_until(lambda: count(conn, "processing") == 2)
+            fragile.stop("immediate")
+            gate.set()
+            wait_until(lambda: len(ended) == 2)
+            wait_until(lambda: caplog.text.count("database: error") >= 2)
+            fragile.start()
+            with psycopg.connect(fragile.dsn("app"), autocommit=True) as again:
+                assert wait_for(again, result, "completed").result == "kept"
+                assert wait_for(again, error, "failed").last_error == "Fail: kept"
+                assert row(again, result).attempt == 1
+    assert sorted(ended) == ["error", "result"]
+
+
+def test_nothing_is_lost_when_the_session_is_ended_again_and_again(
+    dsn: str, conn: psycopg.Connection, reaping_often: None
+) -> None:
+    worker = quick(dsn, lease=1)
+
+    @worker.task("work")
+    def work(task: Task) -> None:
+        time.sleep(0.005)
+
+    ended = 0
+    ids = []
+    with running(worker):
+        for _ in range(15):
+            ids += [enqueue(conn, "work") for _ in range(40)]
+            time.sleep(0.2)
+            ended += len(
+                conn.execute(
+                    """
+                    select pg_terminate_backend(pid)
+                      from pg_stat_activity
+                     where datname = current_database() and pid <> pg_backend_pid()
+                       and backend_type = 'client backend'
+                    """
+                ).fetchall()
+            )
+        wait_until(lambda: count(conn, "completed") == len(ids))
+        assert count(conn, "queued") + count(conn, "processing") == 0
+    assert ended >= 10
+
+
+def test_a_statement_timeout_does_not_end_the_worker(
+    dsn: str, conn: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    conn.execute(
+        sql.SQL("alter database {} set statement_timeout = '100ms'").format(
+            sql.Identifier(conn.info.dbname)
+        )
+    )
+    worker = quick(dsn)
+    gate = Event()
+    worker.task("wait")(lambda task: gate.wait(PATIENCE))
+    first = enqueue(conn, "wait")
+    with running(worker):
+        wait_for(conn, first, "processing")
+        second = enqueue(conn, "wait")
+        with connect(options="-c statement_timeout=0").transaction() as block:
+            block.connection.execute("lock table pgsched.scheduled_tasks")
+            gate.set()
+            wait_until(lambda: caplog.text.count("canceling statement due to statement") >= 2)
+        assert wait_for(conn, first, "completed").attempt == 1
+        wait_for(conn, second, "completed")
+
+
+def test_without_the_schema_or_the_right_to_it_run_ends_at_once(server: Server, dsn: str) -> None:
+    with pytest.raises(SchemaError, match="pgsched migrate"):
+        Worker(server.dsn()).run()
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        admin.execute("create role without_rights login")
+        with pytest.raises(SchemaError, match=r"permission denied.*grant"):
+            Worker(dsn.replace("postgres@", "without_rights@")).run()
+        admin.execute("drop role without_rights")
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "nonsense",
+        "host=localhost password='s3cret",
+        "postgresql://someone:s3cret@[::1/app",
+        "postgresql://someone:s3cret%zz@localhost/app",
+    ],
+)
+def test_a_malformed_dsn_is_refused_without_showing_it(dsn: str) -> None:
+    with pytest.raises(InvalidArgument, match="dsn") as caught:
+        Worker(dsn)
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_settings_do_not_show_the_password() -> None:
+    worker = Worker("postgresql://someone:s3cret@localhost/app")
+    assert "s3cret" not in repr(worker.settings)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queues": []},
+        {"queues": ["twice", "twice"]},
+        {"queues": "billing"},
+        {"queues": [""]},
+        {"queues": [64 * "q"]},
+        {"queues": ["line\nbreak"]},
+        {"concurrency": 0},
+        {"concurrency": 10_001},
+        {"lease": 0.9},
+        {"lease": 86_401},
+        {"lease": float("nan")},
+        {"poll_interval": 0},
+        {"poll_interval": 3601},
+        {"grace": -1},
+        {"grace": float("inf")},
+        {"metrics_port": -1},
+        {"metrics_port": 65_536},
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_range_is_refused_by_name(options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(InvalidArgument, match=name):
+        Worker(**options)
+
+
+def test_a_type_has_one_handler() -> None:
+    worker = Worker()
+    worker.task("type")(lambda task: None)
+    with pytest.raises(InvalidArgument, match="'type' has a handler"):
+        worker.task("type")(lambda task: None)
+
+
+def test_the_decorator_returns_the_function_itself() -> None:
+    def function(task: Task) -> None:
+        pass
+
+    assert Worker().task("type")(function) is function
+
+
+def test_a_handler_may_stop_the_worker(dsn: str, conn: psycopg.Connection) -> None:
+    worker = quick(dsn)
+    worker.task("stop")(lambda task: worker.stop())
+    task_id = enqueue(conn, "stop")
+    worker.run()
+    assert row(conn, task_id).status == "completed"
+    assert conn.execute("select name from pgsched.workers").fetchall() == []
+
+
+# Processes and signals
+
+APP = """
+import asyncio, threading, time
+from pathlib import Path
+from pgsched import Worker
+
+worker = Worker(concurrency=3, poll_interval=0.05)
+
+@worker.task("plain")
+def plain(task):
+    while not Path(task.payload).exists():
+        time.sleep(0.01)
+
+@worker.task("async")
+async def coroutine(task):
+    while not Path(task.payload).exists():
+        await asyncio.sleep(0.01)
+
+@worker.task("thread")
+async def thread(task):
+    await asyncio.to_thread(plain, task)
+"""
+
+
+def start(folder: Path, dsn: str, *options: str) -> WorkerProcess:
+    return WorkerProcess(folder, APP, "--dsn", dsn, *options)
+
+
+def test_after_sigterm_running_handlers_finish_and_nothing_else_begins(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    # The handlers outlive their leases, also after the signal.
+    with start(tmp_path, dsn, "--lease", "1") as worker:
+        ids = [enqueue(conn, name, str(gate)) for name in ("plain", "async", "thread")]
+        wait_until(lambda: count(conn, "processing") == 3)
+        assert len(conn.execute("select name from pgsched.workers").fetchall()) == 1
+        waiting = enqueue(conn, "plain", str(gate))
+        worker.process.send_signal(signal.SIGTERM)
+        worker.wait_for_log("stopping")
+        for _ in range(4):  # more than one lease
+            wait_for_extension(conn, ids[0])
+        gate.touch()
+        assert worker.process.wait(PATIENCE) == 0
+    assert [row(conn, task_id)[:2] for task_id in ids] == 3 * [("completed", 1)]
+    assert row(conn, waiting)[:2] == ("queued", 0)
+    assert conn.execute("select name from pgsched.workers").fetchall() == []
+
+
+def test_a_second_signal_ends_it_at_once(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    with start(tmp_path, dsn, "--grace", "600") as worker:
+        for name in ("plain", "async", "thread"):
+            enqueue(conn, name, str(tmp_path / "never"))
+        wait_until(lambda: count(conn, "processing") == 3)
+        worker.process.send_signal(signal.SIGTERM)
+        worker.wait_for_log("stopping")
+        worker.process.send_signal(signal.SIGINT)
+        assert worker.process.wait(10) == 0
+        assert "Traceback" not in worker.log
+    assert count(conn, "processing") == 3
+
+
+def test_what_runs_when_the_grace_is_over_is_left_to_its_lease(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    with start(tmp_path, dsn, "--grace", "0.3") as worker:
+        ids = [enqueue(conn, name, "/never") for name in ("plain", "async", "thread")]
+        wait_until(lambda: count(conn, "processing") == 3)
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(10) == 0
+        assert "left to their leases" in worker.log
+        assert "Traceback" not in worker.log
+    assert [row(conn, task_id)[:2] for task_id in ids] == 3 * [("processing", 1)]
+    assert conn.execute("select name from pgsched.workers").fetchall() == []
+
+
+def test_sigterm_ends_it_within_the_grace_while_the_server_is_away(
+    fragile: Server, tmp_path: Path
+) -> None:
+    grace = 1
+    with start(tmp_path, fragile.dsn("app"), "--grace", str(grace)) as worker:
+        with psycopg.connect(fragile.dsn("app"), autocommit=True) as conn:
+            wait_for(conn, enqueue(conn, "plain", str(tmp_path / "never")), "processing")
+        fragile.stop("immediate")
+        worker.wait_for_log("database: error")
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(3 * (grace + 2)) == 0
+        assert "Traceback" not in worker.log
+
+
+INTERRUPTED = """
+import signal, sys, threading, time
+
+armed = threading.Lock()  # taken: the signal is due
+
+
+class Interrupted(threading.Condition):
+    def __enter__(self):
+        entered = super().__enter__()
+        if threading.get_ident() == threading.main_thread().ident and armed.locked():
+            armed.release()
+            signal.raise_signal(signal.SIGTERM)
+        return entered
+
+
+threading.Condition = Interrupted
+
+from pgsched import Worker
+
+worker = Worker(poll_interval=0.01)
+
+
+@worker.task("arm")
+def arm(task):
+    armed.acquire()
+    time.sleep(1)
+    if armed.locked():  # the main thread holds no such lock
+        armed.release()
+        signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_may_arrive_while_the_worker_wakes(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    with WorkerProcess(tmp_path, INTERRUPTED, "--dsn", dsn) as worker:
+        enqueue(conn, "arm")
+        assert worker.process.wait(10) == 0
+        assert "stopped: worker" in worker.log

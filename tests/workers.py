@@ -1,0 +1,135 @@
+"""Workers that tests run, in a thread or as a process, and waiting for what they do."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import psycopg
+
+from pgsched import Worker
+
+PATIENCE = 30.0
+"""Seconds that a test waits for what has to happen, on a machine that is slow today."""
+
+
+class Row(NamedTuple):
+    """What a test wants to know of a task; `due_in` is by the server's clock."""
+
+    status: str
+    attempt: int
+    last_error: str | None
+    result: Any
+    due_in: timedelta
+    claimed_by: str | None
+    lease_expires_at: datetime | None
+
+
+def row(conn: psycopg.Connection, task_id: int) -> Row:
+    """The task as it is now."""
+    [values] = conn.execute(
+        """
+        select status, attempt, last_error, result, run_at - clock_timestamp(), claimed_by,
+               lease_expires_at
+          from pgsched.tasks
+         where id = %s
+        """,
+        [task_id],
+    )
+    return Row(*values)
+
+
+def count(conn: psycopg.Connection, status: str) -> int:
+    """How many tasks have this status."""
+    [(tasks,)] = conn.execute("select count(*) from pgsched.tasks where status = %s", [status])
+    assert isinstance(tasks, int)
+    return tasks
+
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Return when the condition holds; fail when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def wait_for(conn: psycopg.Connection, task_id: int, *statuses: str) -> Row:
+    """The task, as soon as it has one of these statuses."""
+    wait_until(lambda: row(conn, task_id).status in statuses)
+    return row(conn, task_id)
+
+
+def wait_for_delay(conn: psycopg.Connection, task_id: int) -> Row:
+    """The task, as soon as it is queued for later."""
+    wait_until(lambda: row(conn, task_id).due_in > timedelta(seconds=1))
+    return row(conn, task_id)
+
+
+def wait_for_extension(conn: psycopg.Connection, task_id: int) -> None:
+    """Return when the lease of a running task has been extended once more."""
+    before = row(conn, task_id).lease_expires_at
+    wait_until(lambda: row(conn, task_id).lease_expires_at != before, 5)
+
+
+def quick(dsn: str, **options: Any) -> Worker:
+    """A worker that polls often and does not wait long for a handler that a failed test left."""
+    return Worker(dsn, **{"poll_interval": 0.05, "grace": 5.0, **options})
+
+
+@contextmanager
+def running(worker: Worker) -> Iterator[Thread]:
+    """The worker at work in a thread, stopped afterwards; what it raises fails the test."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        worker.stop()
+        thread.join(PATIENCE)
+        assert not errors, errors
+        assert not thread.is_alive()
+
+
+class WorkerProcess:
+    """`pgsched worker` on a worker of this source; a context manager that kills it."""
+
+    def __init__(self, folder: Path, source: str, *options: str, app: str = "app") -> None:
+        (folder / "app.py").write_text(source, encoding="utf-8")
+        self._log = folder / "worker.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pgsched", "worker", app, *options],
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return self._log.read_text(encoding="utf-8")
+
+    def wait_for_log(self, text: str) -> None:
+        """Return when it has written this."""
+        wait_until(lambda: text in self.log)
+
+    def __enter__(self) -> "WorkerProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
