@@ -15,6 +15,7 @@ from uuid import UUID
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import tuple_row
 
 from pgsched.errors import InvalidArgument, from_database
 
@@ -90,6 +91,8 @@ def translated() -> Iterator[None]:
     """Raise pgsched's exception in place of a psycopg.Error that carries an SQLSTATE of pgsched."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"text that PostgreSQL cannot hold: {error.reason}") from error
     except psycopg.Error as error:
         translation = from_database(error)
         if translation is error:
@@ -109,7 +112,7 @@ def dsn_parameters(dsn: str) -> dict[str, Any]:
     """What a DSN says; InvalidArgument, which shows nothing of it, when libpq cannot read it."""
     try:
         return conninfo_to_dict(dsn)
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeError):
         raise InvalidArgument("dsn: neither a PostgreSQL URL nor key=value pairs") from None
 
 
@@ -126,18 +129,15 @@ def connect(dsn: str, *, application_name: str) -> Connection:
 
 
 @contextmanager
-def lock_timeout(conn: Connection, limit: timedelta) -> Iterator[None]:
-    """A transaction in which no lock is waited for longer: psycopg.errors.LockNotAvailable."""
+def short_lock_waits(conn: Connection) -> Iterator[None]:
+    """A transaction that waits 0.1 s for a lock, then raises psycopg.errors.LockNotAvailable."""
     with conn.transaction():
-        conn.execute(
-            "select set_config('lock_timeout', %s, true)",
-            (str(round(limit.total_seconds() * 1000)),),
-        )
+        conn.execute("set local lock_timeout = '100ms'")
         yield
 
 
 def enqueue(
-    conn: Connection,
+    conn: psycopg.Connection[Any],
     task_type: str,
     payload: Any = None,
     *,
@@ -171,8 +171,9 @@ def enqueue(
         raise InvalidArgument("give run_at or delay, not both")
     if run_at is not None and run_at.utcoffset() is None:
         raise InvalidArgument("run_at has no time zone: give an aware datetime")
-    with translated():
-        [(task_id,)] = conn.execute(
+    # Whatever cursors and rows the caller's connection makes.
+    with translated(), psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
+        [(task_id,)] = cursor.execute(
             """
             select pgsched.enqueue_task(
                      p_task_type => %s, p_payload => %s::jsonb, p_queue => %s,

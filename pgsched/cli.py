@@ -94,14 +94,15 @@ def worker_command(app: str, queues: tuple[str, ...], verbose: bool, **options: 
 
 def _load(app: str) -> Worker:
     module_name, _, name = app.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise click.UsageError(f"APP is not of the form module:name: {app}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and module_name.startswith(error.name):
-            raise click.UsageError(
-                f"no module {module_name!r} in {Path.cwd()} or sys.path"
-            ) from error
+        if f"{module_name}.".startswith(f"{error.name}."):
+            message = f"no module {module_name!r} in {Path.cwd()} or sys.path"
+            raise click.UsageError(message) from error
         raise
     worker = getattr(module, name or "worker", None)
     if not isinstance(worker, Worker):
@@ -124,14 +125,18 @@ def enqueue_command(
     """Add a task and print its id. PAYLOAD is JSON."""
     try:
         value = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"PAYLOAD is not JSON: {error}") from error
+    try:
+        wait = None if delay is None else timedelta(seconds=delay)
+    except (ValueError, OverflowError) as error:
+        raise click.UsageError(f"--delay is out of range: {error}") from error
     with calls.connect(dsn, application_name="pgsched") as connection:
         task_id = calls.enqueue(
             connection,
             task_type,
             value,
-            delay=None if delay is None else timedelta(seconds=delay),
+            delay=wait,
             **options,
         )
     click.echo(task_id)

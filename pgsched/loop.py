@@ -31,8 +31,6 @@ BUSY_SECONDS = 0.05
 UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
 """How long a task that has no handler here is left to other workers."""
 
-LOCK_WAIT = timedelta(seconds=0.1)
-"""How long the report of a failure may wait for another transaction that acts on the task."""
 REFUSED = ("22", "23", "54", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
 
@@ -212,7 +210,7 @@ class Loop:
 
     def _give_back(self, connection: Connection, outcome: Outcome) -> str:
         claim, delay = outcome.claim, outcome.delay
-        with calls.lock_timeout(connection, LOCK_WAIT):
+        with calls.short_lock_waits(connection):
             if outcome.kind == "released":
                 calls.release_task(connection, claim.id, claim.token, delay or timedelta())
                 return "released"

@@ -86,8 +86,8 @@ comment on table pgsched.scheduled_tasks is
   'Live tasks: waiting for their time, due, or being worked on. Small and hot.';
 comment on column pgsched.scheduled_tasks.status is
   'queued: due at run_at. -> processing by claim_task. '
-  'processing: claimed. -> queued by fail_task, release_task, reap_stale; '
-  '-> finished_tasks by complete_task, or by those three when attempts are used up or a cancel was requested.';
+  'processing: claimed. -> queued by fail_task, release_task, reap_stale; -> finished_tasks by '
+  'complete_task, or by those three when attempts are used up or a cancel was requested.';
 comment on column pgsched.scheduled_tasks.priority is
   '0 is claimed first, 9 last; strict inside a queue.';
 comment on column pgsched.scheduled_tasks.run_at is
@@ -688,8 +688,8 @@ end;
 $$;
 
 comment on function pgsched.complete_task is
-  'Ends a claim with success. True: completed now; false: this same claim had completed it already. '
-  'Part of the caller''s transaction; waits for another one that works on the same task. '
+  'Ends a claim with success. True: completed now; false: this same claim had completed it '
+  'already. Part of the caller''s transaction; waits for another one that works on the same task. '
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.complete_task from public;
@@ -835,9 +835,9 @@ end;
 $$;
 
 comment on function pgsched.fail_task is
-  'Ends a claim without success. queued: the next attempt is at run_at, after p_retry_in (0 to 365 '
-  'days) or the backoff of the queue; failed: attempts used up, or p_permanent; cancelled: a cancel '
-  'was requested; run_at is null for these two. p_error is kept to 8 KiB. '
+  'Ends a claim without success. queued: the next attempt is at run_at, after p_retry_in (0 to '
+  '365 days) or the backoff of the queue; failed: attempts used up, or p_permanent; cancelled: a '
+  'cancel was requested; run_at is null for these two. p_error is kept to 8 KiB. '
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.fail_task from public;
@@ -980,8 +980,8 @@ comment on function pgsched.unregister_worker is
 
 revoke all on function pgsched.unregister_worker from public;
 
--- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
--- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
+-- Status and lease are checked on the row as it is when it is locked; a row that somebody has
+-- locked is passed by, and so is a task whose advisory lock cannot be had: somebody acts on it now.
 -- The lock is re-entrant: what this very transaction holds has to be looked up, before any try.
 -- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
 -- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
@@ -1025,7 +1025,9 @@ begin
   -- The row locks have given this transaction its id: read the clock again before run_at is set.
   v_now := clock_timestamp();
   for v_outcome in
-    select t.status, array_agg(t.id order by t.id) as ids, array_agg(t.error order by t.id) as errors
+    select t.status,
+           array_agg(t.id order by t.id) as ids,
+           array_agg(t.error order by t.id) as errors
       from (select r.id,
                    format('worker %s was lost: its lease ended during attempt %s',
                           r.claimed_by, r.attempt) as error,
@@ -1147,9 +1149,9 @@ as $$
 $$;
 
 comment on function pgsched.queue_stats is
-  'One row for each queue that has settings, live tasks or dead letters: queued (due or later), due '
-  'now, processing, failed (dead letters), and the age of the oldest due task (zero: none is due). '
-  'Counting stops at 10000: that figure means 10000 or more.';
+  'One row for each queue that has settings, live tasks or dead letters: queued (due or later), '
+  'due now, processing, failed (dead letters), and the age of the oldest due task (zero: none is '
+  'due). Counting stops at 10000: that figure means 10000 or more.';
 
 revoke all on function pgsched.queue_stats from public;
 

@@ -81,8 +81,8 @@ comment on table pgsched.scheduled_tasks is
   'Live tasks: waiting for their time, due, or being worked on. Small and hot.';
 comment on column pgsched.scheduled_tasks.status is
   'queued: due at run_at. -> processing by claim_task. '
-  'processing: claimed. -> queued by fail_task, release_task, reap_stale; '
-  '-> finished_tasks by complete_task, or by those three when attempts are used up or a cancel was requested.';
+  'processing: claimed. -> queued by fail_task, release_task, reap_stale; -> finished_tasks by '
+  'complete_task, or by those three when attempts are used up or a cancel was requested.';
 comment on column pgsched.scheduled_tasks.priority is
   '0 is claimed first, 9 last; strict inside a queue.';
 comment on column pgsched.scheduled_tasks.run_at is

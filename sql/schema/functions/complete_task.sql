@@ -43,8 +43,8 @@ end;
 $$;
 
 comment on function pgsched.complete_task is
-  'Ends a claim with success. True: completed now; false: this same claim had completed it already. '
-  'Part of the caller''s transaction; waits for another one that works on the same task. '
+  'Ends a claim with success. True: completed now; false: this same claim had completed it '
+  'already. Part of the caller''s transaction; waits for another one that works on the same task. '
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.complete_task from public;

@@ -60,9 +60,9 @@ end;
 $$;
 
 comment on function pgsched.fail_task is
-  'Ends a claim without success. queued: the next attempt is at run_at, after p_retry_in (0 to 365 '
-  'days) or the backoff of the queue; failed: attempts used up, or p_permanent; cancelled: a cancel '
-  'was requested; run_at is null for these two. p_error is kept to 8 KiB. '
+  'Ends a claim without success. queued: the next attempt is at run_at, after p_retry_in (0 to '
+  '365 days) or the backoff of the queue; failed: attempts used up, or p_permanent; cancelled: a '
+  'cancel was requested; run_at is null for these two. p_error is kept to 8 KiB. '
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.fail_task from public;

@@ -89,8 +89,8 @@ as $$
 $$;
 
 comment on function pgsched.queue_stats is
-  'One row for each queue that has settings, live tasks or dead letters: queued (due or later), due '
-  'now, processing, failed (dead letters), and the age of the oldest due task (zero: none is due). '
-  'Counting stops at 10000: that figure means 10000 or more.';
+  'One row for each queue that has settings, live tasks or dead letters: queued (due or later), '
+  'due now, processing, failed (dead letters), and the age of the oldest due task (zero: none is '
+  'due). Counting stops at 10000: that figure means 10000 or more.';
 
 revoke all on function pgsched.queue_stats from public;

@@ -1,5 +1,5 @@
--- Status and lease are checked on the row as it is when it is locked; a row that somebody has locked
--- is passed by, and so is a task whose advisory lock cannot be had: somebody is acting on it now.
+-- Status and lease are checked on the row as it is when it is locked; a row that somebody has
+-- locked is passed by, and so is a task whose advisory lock cannot be had: somebody acts on it now.
 -- The lock is re-entrant: what this very transaction holds has to be looked up, before any try.
 -- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
 -- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
@@ -43,7 +43,9 @@ begin
   -- The row locks have given this transaction its id: read the clock again before run_at is set.
   v_now := clock_timestamp();
   for v_outcome in
-    select t.status, array_agg(t.id order by t.id) as ids, array_agg(t.error order by t.id) as errors
+    select t.status,
+           array_agg(t.id order by t.id) as ids,
+           array_agg(t.error order by t.id) as errors
       from (select r.id,
                    format('worker %s was lost: its lease ended during attempt %s',
                           r.claimed_by, r.attempt) as error,
