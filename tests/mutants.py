@@ -36,7 +36,7 @@ BATCH_COMPLETION_IN_REVERSE = Mutant(
     "complete_tasks", "t.id\n       for update of t skip locked", "t.id desc for update of t"
 )
 BATCH_EXTENSION_THAT_WAITS = Mutant("extend_tasks", "for no key update of t skip locked", "")
-REAP_BY_ID_ONLY = Mutant("reap_stale", "for update skip locked", "")
+REAP_BY_ID_ONLY = Mutant("reap_stale", "for update of t skip locked", "")
 REAP_WITHOUT_TASK_LOCK = Mutant(
     "reap_stale", "pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)", "true"
 )
