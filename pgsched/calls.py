@@ -5,6 +5,7 @@ an SQLSTATE of pgsched's stands for is told by pgsched.errors.
 """
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,25 +53,20 @@ class Task:
     max_attempts: int
     run_at: datetime
     created_at: datetime
-    cancelled: Event = field(default_factory=Event, repr=False)
+    cancelled: Event = field(default_factory=Event, repr=False, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One row of claim_task; ``payload`` is still text: a bad one must not end the batch."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim(Task):
+    """One row of claim_task; ``payload`` is still text: a bad one must not end the batch.
 
-    id: int
-    token: UUID
-    task_type: str
-    payload: str
-    queue: str
-    priority: int
-    attempt: int
-    max_attempts: int
-    run_at: datetime
-    created_at: datetime
+    ``claimed_at``: when the answer came, by time.monotonic().
+    """
+
+    token: UUID = field(repr=False)
     lease_expires_at: datetime
     contended: int
+    claimed_at: float = field(default_factory=time.monotonic, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +199,8 @@ def claim_task(
     """Up to ``limit`` (1 to 100) due tasks of a queue, claimed for ``lease``, in claim order."""
     rows = conn.execute(
         """
-        select c.id, c.claim_token, c.task_type, c.payload::text, c.queue, c.priority, c.attempt,
-               c.max_attempts, c.run_at, c.created_at, c.lease_expires_at, c.contended
+        select c.id, c.queue, c.task_type, c.payload::text, c.priority, c.attempt, c.max_attempts,
+               c.run_at, c.created_at, c.claim_token, c.lease_expires_at, c.contended
           from pgsched.claim_task(
                  p_worker => %s, p_queue => %s, p_lease => %s, p_limit => %s::integer) as c
         """,
@@ -213,9 +209,7 @@ def claim_task(
     return [Claim(*row) for row in rows]
 
 
-def extend_tasks(
-    conn: Connection, ids: Sequence[int], tokens: Sequence[UUID], lease: timedelta
-) -> list[str]:
+def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) -> list[str]:
     """What became of each claim, in the order given: extended, cancel_requested, busy or lost."""
     rows = conn.execute(
         """
@@ -223,13 +217,13 @@ def extend_tasks(
           from pgsched.extend_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_lease => %s) as e
         """,
-        (list(ids), list(tokens), lease),
+        ([claim.id for claim in claims], [claim.token for claim in claims], lease),
     )
     return [outcome for (outcome,) in rows]
 
 
 def complete_tasks(
-    conn: Connection, ids: Sequence[int], tokens: Sequence[UUID], results: Sequence[str | None]
+    conn: Connection, claims: Sequence[Claim], results: Sequence[str | None]
 ) -> list[str]:
     """What became of each claim, in the order given: completed, already, stale, gone or busy.
 
@@ -242,18 +236,13 @@ def complete_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
                  p_results => %s::text[]::jsonb[]) as c
         """,
-        (list(ids), list(tokens), list(results)),
+        ([claim.id for claim in claims], [claim.token for claim in claims], list(results)),
     )
     return [outcome for (outcome,) in rows]
 
 
 def fail_task(
-    conn: Connection,
-    task_id: int,
-    token: UUID,
-    error: str,
-    retry_in: timedelta | None,
-    permanent: bool,
+    conn: Connection, claim: Claim, error: str, retry_in: timedelta | None, permanent: bool
 ) -> str:
     """What became of the task: queued (it will be tried again), failed or cancelled."""
     [(status,)] = conn.execute(
@@ -263,12 +252,12 @@ def fail_task(
                  p_id => %s::bigint, p_claim_token => %s, p_error => %s, p_retry_in => %s,
                  p_permanent => %s) as f
         """,
-        (task_id, token, error, retry_in, permanent),
+        (claim.id, claim.token, error, retry_in, permanent),
     )
     return str(status)
 
 
-def release_task(conn: Connection, task_id: int, token: UUID, delay: timedelta) -> None:
+def release_task(conn: Connection, claim: Claim, delay: timedelta) -> None:
     """Give a claim back, due again after ``delay`` by the server's clock; attempt not counted."""
     conn.execute(
         """
@@ -276,7 +265,7 @@ def release_task(conn: Connection, task_id: int, token: UUID, delay: timedelta) 
                  p_id => %s::bigint, p_claim_token => %s,
                  p_run_at => clock_timestamp() + %s::interval)
         """,
-        (task_id, token, delay),
+        (claim.id, claim.token, delay),
     )
 
 

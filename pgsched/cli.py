@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def migrate_command(dsn: str) -> None:
 @click.option("--metrics-port", type=int, help="Serve Prometheus metrics on this port.")
 @click.option("--metrics-host", help="Address for it. Default: all of this machine.")
 @click.option("--verbose", is_flag=True, help="Log every task.")
-def worker_command(app: str, queues: tuple[str, ...], verbose: bool, **options: Any) -> None:
+def worker_command(app: str, verbose: bool, **options: Any) -> None:
     """Run a worker until SIGTERM or SIGINT; a second signal ends it at once.
 
     APP says where the pgsched.Worker is, as module:name. Options replace what it was made with.
@@ -82,10 +81,9 @@ def worker_command(app: str, queues: tuple[str, ...], verbose: bool, **options: 
     if verbose:
         logging.getLogger("pgsched").setLevel(logging.DEBUG)
     worker = _load(app)
-    given = {name: value for name, value in options.items() if value is not None}
-    if queues:
-        given["queues"] = queues
-    worker.settings = replace(worker.settings, **given)
+    for name, value in options.items():
+        if value not in (None, ()):
+            setattr(worker, name, value)
     if worker.run():
         # What still runs would keep the interpreter from ending, as asyncio.to_thread's threads do.
         logging.shutdown()
@@ -132,13 +130,7 @@ def enqueue_command(
     except (ValueError, OverflowError) as error:
         raise click.UsageError(f"--delay is out of range: {error}") from error
     with calls.connect(dsn, application_name="pgsched") as connection:
-        task_id = calls.enqueue(
-            connection,
-            task_type,
-            value,
-            delay=wait,
-            **options,
-        )
+        task_id = calls.enqueue(connection, task_type, value, delay=wait, **options)
     click.echo(task_id)
 
 

@@ -4,19 +4,6 @@ from datetime import timedelta
 
 import psycopg
 
-__all__ = [
-    "ClaimLost",
-    "Fail",
-    "InvalidArgument",
-    "PgschedError",
-    "Retry",
-    "SchemaError",
-    "Snooze",
-    "TaskNotFound",
-    "WrongState",
-    "from_database",
-]
-
 
 class PgschedError(Exception):
     """Base of what pgsched raises for a call that its SQL functions refuse."""

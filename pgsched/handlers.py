@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, cast
 from uuid import UUID
@@ -20,6 +20,8 @@ Handler = Callable[[Task], Any | Awaitable[Any]]
 ERROR_LENGTH = 8192
 """Characters of an error that are sent to the database, which keeps as many bytes."""
 
+RESULT_LENGTH = 1_048_576
+"""Bytes of a result's JSON: a batch of a hundred has to fit in one message."""
 CANCEL_SECONDS = 1.0
 """How long cancelled coroutines get when the event loop ends."""
 
@@ -64,22 +66,22 @@ class Executor:
         self._handlers = handlers
         self._threads = threads
         self._done = done
-        self._work: queue.SimpleQueue[tuple[Claim, threading.Event]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Claim] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._ending: asyncio.Task[None] | None = None
         self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
 
-    def start(self, claim: Claim, cancelled: threading.Event) -> None:
+    def start(self, claim: Claim) -> None:
         """Run the handler of a claim whose type has one; returns at once."""
         if inspect.iscoroutinefunction(self._handlers[claim.task_type]):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
-            self._loop.call_soon_threadsafe(self._start_coroutine, claim, cancelled)
+            self._loop.call_soon_threadsafe(self._start_coroutine, claim)
             return
-        self._work.put((claim, cancelled))
+        self._work.put(claim)
         if not self._idle.acquire(blocking=False) and self._threads:
             self._threads -= 1
             self._spawn(self._run_functions, "pgsched-handler")
@@ -102,11 +104,9 @@ class Executor:
 
     def _run_functions(self) -> None:
         while True:
-            claim, cancelled = self._work.get()
+            claim = self._work.get()
             try:
-                outcome = _completed(
-                    claim, self._handlers[claim.task_type](_task(claim, cancelled))
-                )
+                outcome = _completed(claim, self._handlers[claim.task_type](_task(claim)))
             # Also SystemExit and KeyboardInterrupt: a handler ends its task, not the worker.
             except BaseException as error:
                 outcome = _ended_by(claim, error)
@@ -133,8 +133,8 @@ class Executor:
             await asyncio.wait(self._coroutines.values(), timeout=CANCEL_SECONDS)
         asyncio.get_running_loop().stop()
 
-    def _start_coroutine(self, claim: Claim, cancelled: threading.Event) -> None:
-        coroutine = asyncio.get_running_loop().create_task(self._run_coroutine(claim, cancelled))
+    def _start_coroutine(self, claim: Claim) -> None:
+        coroutine = asyncio.get_running_loop().create_task(self._run_coroutine(claim))
         self._coroutines[claim.token] = coroutine
 
         def ended(coroutine: asyncio.Task[Outcome]) -> None:
@@ -153,35 +153,26 @@ class Executor:
         if coroutine := self._coroutines.get(token):
             coroutine.cancel()
 
-    async def _run_coroutine(self, claim: Claim, cancelled: threading.Event) -> Outcome:
+    async def _run_coroutine(self, claim: Claim) -> Outcome:
         handler = cast("Callable[[Task], Awaitable[Any]]", self._handlers[claim.task_type])
         try:
-            return _completed(claim, await handler(_task(claim, cancelled)))
+            return _completed(claim, await handler(_task(claim)))
         except BaseException as error:
             return _ended_by(claim, error)
 
 
-def _task(claim: Claim, cancelled: threading.Event) -> Task:
+def _task(claim: Claim) -> Task:
     try:
-        payload = json.loads(claim.payload)
+        return replace(claim, payload=json.loads(claim.payload))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"Python cannot read the payload: {error}") from error
-    return Task(
-        id=claim.id,
-        queue=claim.queue,
-        task_type=claim.task_type,
-        payload=payload,
-        priority=claim.priority,
-        attempt=claim.attempt,
-        max_attempts=claim.max_attempts,
-        run_at=claim.run_at,
-        created_at=claim.created_at,
-        cancelled=cancelled,
-    )
 
 
 def _completed(claim: Claim, result: Any) -> Outcome:
-    return Outcome(claim, "completed", result=None if result is None else to_json(result))
+    text = None if result is None else to_json(result)
+    if text is not None and len(text) > RESULT_LENGTH:
+        raise InvalidArgument(f"result is {len(text)} bytes long, the limit is {RESULT_LENGTH}")
+    return Outcome(claim, "completed", result=text)
 
 
 def _ended_by(claim: Claim, error: BaseException) -> Outcome:

@@ -2,10 +2,9 @@
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from queue import Empty
 from typing import TypeVar
@@ -18,7 +17,7 @@ from pgsched.calls import Claim, Connection
 from pgsched.errors import ClaimLost, TaskNotFound, from_database
 from pgsched.handlers import Executor, Handler, Inbox, Outcome, error_text
 from pgsched.metrics import Metrics
-from pgsched.worker import Settings
+from pgsched.worker import Worker
 
 BATCH = 100
 """Most tasks of one claim, completion or reap: bounds how long each transaction is."""
@@ -39,15 +38,6 @@ T = TypeVar("T")
 log = logging.getLogger("pgsched")
 
 
-@dataclass(slots=True)
-class Held:
-    """A claim, from claim_task's answer until the database accepted its outcome."""
-
-    claim: Claim
-    claimed_at: float
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-
 class Loop:
     """Runs once, in one thread; all it hears from others comes through its inbox.
 
@@ -56,7 +46,7 @@ class Loop:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Worker,
         name: str,
         handlers: Mapping[str, Handler],
         metrics: Metrics,
@@ -70,8 +60,9 @@ class Loop:
         self._inbox = inbox
         self._stopping = False
         self._executor = Executor(handlers, settings.concurrency, inbox.put)
-        # By token: the same task may be claimed again while a lost claim's handler still runs.
-        self._held: dict[UUID, Held] = {}
+        # From claim_task's answer until the database accepted the outcome. By token: the same task
+        # may be claimed again while a lost claim's handler still runs.
+        self._held: dict[UUID, Claim] = {}
         self._unreported: dict[UUID, Outcome] = {}
         self.busy = 0
         self._worker_id: int | None = None
@@ -116,7 +107,7 @@ class Loop:
         if self._held:
             log.warning(
                 "left to their leases: tasks=%s",
-                ",".join(str(held.claim.id) for held in self._held.values()),
+                ",".join(str(claim.id) for claim in self._held.values()),
             )
         self._executor.close()
         if connection is not None:
@@ -183,7 +174,7 @@ class Loop:
         for batch in _batches(self._of_kind("completed")):
             for outcome, answer in zip(batch, self._complete(connection, batch), strict=True):
                 if answer in ("completed", "already"):
-                    self._observe_latency(outcome)
+                    self._observe_latency(outcome.claim)
                     self._settle(outcome.claim, "completed")
                 elif answer in ("stale", "gone"):
                     self._lose(outcome.claim)
@@ -192,7 +183,7 @@ class Loop:
         for outcome in self._of_kind("failed") + self._of_kind("released"):
             claim = outcome.claim
             try:
-                status = self._give_back(connection, outcome)
+                status = self._fail_or_release(connection, outcome)
             except psycopg.errors.LockNotAvailable:
                 # To the end of the line: it must not hold up the others, nor any lease.
                 self._unreported[claim.token] = self._unreported.pop(claim.token)
@@ -208,15 +199,13 @@ class Loop:
             else:
                 self._settle(claim, status)
 
-    def _give_back(self, connection: Connection, outcome: Outcome) -> str:
+    def _fail_or_release(self, connection: Connection, outcome: Outcome) -> str:
         claim, delay = outcome.claim, outcome.delay
         with calls.short_lock_waits(connection):
             if outcome.kind == "released":
-                calls.release_task(connection, claim.id, claim.token, delay or timedelta())
+                calls.release_task(connection, claim, delay or timedelta())
                 return "released"
-            status = calls.fail_task(
-                connection, claim.id, claim.token, outcome.error, delay, outcome.permanent
-            )
+            status = calls.fail_task(connection, claim, outcome.error, delay, outcome.permanent)
         return "retried" if status == "queued" else status
 
     def _simplify(self, outcome: Outcome, refusal: psycopg.Error) -> None:
@@ -239,8 +228,7 @@ class Loop:
         try:
             return calls.complete_tasks(
                 connection,
-                [outcome.claim.id for outcome in batch],
-                [outcome.claim.token for outcome in batch],
+                [outcome.claim for outcome in batch],
                 [outcome.result for outcome in batch],
             )
         except psycopg.Error as error:
@@ -259,20 +247,15 @@ class Loop:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
         self._extend_at = time.monotonic() + self._settings.lease / 3
         for batch in _batches(list(self._held.values())):
-            answers = calls.extend_tasks(
-                connection,
-                [held.claim.id for held in batch],
-                [held.claim.token for held in batch],
-                self._lease,
-            )
-            for held, answer in zip(batch, answers, strict=True):
+            answers = calls.extend_tasks(connection, batch, self._lease)
+            for claim, answer in zip(batch, answers, strict=True):
                 if answer == "lost":
-                    self._lose(held.claim)
+                    self._lose(claim)
                 elif answer == "busy":
                     self._extend_at = time.monotonic() + min(1.0, self._settings.lease / 10)
                 elif answer == "cancel_requested":
-                    held.cancelled.set()
-                    self._executor.cancel(held.claim.token)
+                    claim.cancelled.set()
+                    self._executor.cancel(claim.token)
 
     def _reap(self, connection: Connection) -> None:
         reaped = calls.reap_stale(connection, BATCH)
@@ -293,22 +276,21 @@ class Loop:
             self._poll_at[queue] = self._poll_at.pop(queue)
             limit = min(free, BATCH)
             claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
-            now = time.monotonic()
             if len(claims) < limit:
-                self._poll_at[queue] = now + self._settings.poll_interval * random.uniform(0.5, 1.5)
+                rest = self._settings.poll_interval * random.uniform(0.5, 1.5)
+                self._poll_at[queue] = time.monotonic() + rest
             if claims:
                 self._metrics.lock_contention.labels(queue).inc(claims[0].contended)
             for claim in claims:
-                self._start(claim, now)
+                self._start(claim)
             free = self._settings.concurrency - self.busy
         return free
 
-    def _start(self, claim: Claim, now: float) -> None:
-        held = Held(claim, now)
-        self._held[claim.token] = held
+    def _start(self, claim: Claim) -> None:
+        self._held[claim.token] = claim
         if claim.task_type in self._handlers:
             self.busy += 1
-            self._executor.start(claim, held.cancelled)
+            self._executor.start(claim)
             return
         if claim.task_type not in self._unknown_types:
             self._unknown_types.add(claim.task_type)
@@ -332,17 +314,16 @@ class Loop:
 
     def _lose(self, claim: Claim) -> None:
         """The claim is another's now, or nobody's: whatever the handler does counts no more."""
-        self._held[claim.token].cancelled.set()
+        claim.cancelled.set()
         self._executor.cancel(claim.token)
         log.warning("claim lost: task=%d attempt=%d", claim.id, claim.attempt)
         self._settle(claim, "lost")
 
-    def _observe_latency(self, outcome: Outcome) -> None:
+    def _observe_latency(self, claim: Claim) -> None:
         """run_at to now: by the server's clock until the claim, by this machine's from there on."""
-        claim = outcome.claim
         waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
         self._metrics.scheduling_latency.labels(claim.queue, claim.task_type).observe(
-            max(0.0, waited) + time.monotonic() - self._held[claim.token].claimed_at
+            max(0.0, waited) + time.monotonic() - claim.claimed_at
         )
 
     def _sign_off(self, connection: Connection) -> None:

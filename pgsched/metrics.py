@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-
-__all__ = ["Metrics"]
 
 log = logging.getLogger("pgsched")
 
@@ -57,7 +55,6 @@ class Metrics:
             ["status"],
             registry=self.registry,
         )
-
         self.reconnects = Counter(
             "pgsched_reconnects_total",
             "Connections to the database that were lost.",
@@ -67,17 +64,13 @@ class Metrics:
     @contextmanager
     def served(self, port: int | None, host: str) -> Iterator[None]:
         """Serve ``/metrics`` meanwhile; a port that is taken is only logged."""
-        if port is None:
+        with ExitStack() as at_end:
+            if port is not None:
+                try:
+                    server, _ = start_http_server(port, host, self.registry)
+                except OSError as error:
+                    log.error("no metrics page: port=%d error=%r", port, str(error))
+                else:
+                    at_end.callback(server.server_close)
+                    at_end.callback(server.shutdown)
             yield
-            return
-        try:
-            server, _ = start_http_server(port, host, self.registry)
-        except OSError as error:
-            log.error("no metrics page: port=%d error=%r", port, str(error))
-            yield
-            return
-        try:
-            yield
-        finally:
-            server.shutdown()
-            server.server_close()

@@ -21,8 +21,6 @@ from yoyo.migrations import Migration, topological_sort
 
 from pgsched.calls import connect
 
-__all__ = ["MIGRATIONS", "MIGRATION_LOCK", "MigrationError", "migrate"]
-
 MIGRATIONS = Path(__file__).with_name("migrations")
 """The folder of numbered migrations; ``yoyo apply`` reads the same one."""
 

@@ -1,15 +1,17 @@
-"""The worker as its user sees it: settings, handlers, start and stop."""
+"""The worker as its user sees it: options, handlers, start and stop."""
 
 import logging
 import os
 import signal
 import socket
 import threading
+import time
 import unicodedata
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from types import FrameType
 from typing import TypeVar
@@ -18,16 +20,18 @@ from pgsched.calls import dsn_parameters
 from pgsched.errors import InvalidArgument
 from pgsched.handlers import Handler, Inbox
 
-__all__ = ["Settings", "Worker"]
-
 H = TypeVar("H", bound=Handler)
 
 log = logging.getLogger("pgsched")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a worker runs. All times are in seconds.
+PATIENCE = 1.0
+"""Seconds after the grace that a server which does not answer gets."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """Claims due tasks, runs their handlers, reports how they ended. All times are in seconds.
 
     ``dsn``: URL or keywords; empty: libpq's environment variables.
     ``queues``: the queues to claim from; none of them has to exist yet.
@@ -38,21 +42,38 @@ class Settings:
     ``metrics_port``: serves Prometheus' page there; None: not at all.
     ``metrics_host``: the address it listens on.
 
+    ::
+
+        worker = Worker("postgresql:///app", queues=["billing"], concurrency=10)
+
+        @worker.task("charge_card")
+        def charge_card(task): ...          # or async def
+
+        worker.run()
+
     Raises pgsched.InvalidArgument.
     """
 
     dsn: str = field(default="", repr=False)
-    queues: tuple[str, ...] = ("default",)
+    _: KW_ONLY
+    queues: Sequence[str] = ("default",)
     concurrency: int = 10
     lease: float = 30.0
     poll_interval: float = 1.0
     grace: float = 25.0
     metrics_port: int | None = None
     metrics_host: str = "0.0.0.0"
+    _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
+    _inbox: Inbox = field(default_factory=Inbox, init=False, repr=False)
+    _stop_by: float | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
         dsn_parameters(self.dsn)
         for valid, message in (
+            (not isinstance(self.queues, str), f"queues: give a list, such as [{self.queues!r}]"),
             (0 < len(self.queues) == len(set(self.queues)), "queues: name at least one, each once"),
             (all(map(_is_name, self.queues)), "queues: 1 to 63 bytes, no control characters"),
             (1 <= self.concurrency <= 10_000, "concurrency: 1 to 10000"),
@@ -66,53 +87,6 @@ class Settings:
         ):
             if not valid:
                 raise InvalidArgument(message)
-
-
-class _StopNow(BaseException):
-    """The second signal."""
-
-
-class Worker:
-    """Claims due tasks, runs their handlers, reports how they ended.
-
-    Takes the fields of Settings, the DSN first::
-
-        worker = Worker("postgresql:///app", queues=["billing"], concurrency=10)
-
-        @worker.task("charge_card")
-        def charge_card(task): ...          # or async def
-
-        worker.run()
-
-    Raises pgsched.InvalidArgument.
-    """
-
-    def __init__(
-        self,
-        dsn: str = "",
-        *,
-        queues: Sequence[str] = ("default",),
-        concurrency: int = 10,
-        lease: float = 30.0,
-        poll_interval: float = 1.0,
-        grace: float = 25.0,
-        metrics_port: int | None = None,
-        metrics_host: str = "0.0.0.0",
-    ) -> None:
-        if isinstance(queues, str):
-            raise InvalidArgument(f"queues: give a list, such as [{queues!r}]")
-        self.settings = Settings(
-            dsn=dsn,
-            queues=tuple(queues),
-            concurrency=concurrency,
-            lease=lease,
-            poll_interval=poll_interval,
-            grace=grace,
-            metrics_port=metrics_port,
-            metrics_host=metrics_host,
-        )
-        self._handlers: dict[str, Handler] = {}
-        self._inbox = Inbox()
 
     def task(self, task_type: str) -> Callable[[H], H]:
         """Decorator for the function or coroutine function that handles tasks of a type.
@@ -136,6 +110,8 @@ class Worker:
 
         May be called from any thread, and from a handler.
         """
+        if self._stop_by is None:
+            self._stop_by = time.monotonic() + self.grace + PATIENCE
         self._inbox.put(None)
 
     def run(self) -> int:
@@ -150,17 +126,22 @@ class Worker:
         from pgsched.loop import Loop
         from pgsched.metrics import Metrics
 
+        self._check()  # the options may have been changed since
         name = f"{socket.gethostname()[:32]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        metrics = Metrics(self.settings.concurrency)
-        loop = Loop(self.settings, name, self._handlers, metrics, self._inbox)
-        with (
-            self._signals(),
-            metrics.served(self.settings.metrics_port, self.settings.metrics_host),
-        ):
-            try:
-                loop.run()
-            except _StopNow:
-                log.warning("stopped at once: worker=%s", name)
+        metrics = Metrics(self.concurrency)
+        loop = Loop(self, name, self._handlers, metrics, self._inbox)
+        # A thread of its own: no server that does not answer keeps this one from its signals.
+        control: Future[None] = Future()
+        thread = threading.Thread(
+            target=_fulfil, args=(control, loop.run), name="pgsched-control", daemon=True
+        )
+        with self._signals(), metrics.served(self.metrics_port, self.metrics_host):
+            thread.start()
+            while not wait([control], timeout=0.2).done:
+                if self._stop_by is not None and time.monotonic() >= self._stop_by:
+                    log.warning("stopped at once: worker=%s running=%d", name, loop.busy)
+                    return loop.busy
+        control.result()
         return loop.busy
 
     @contextmanager
@@ -172,9 +153,9 @@ class Worker:
         signals = count()
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if next(signals):
-                raise _StopNow
             self.stop()
+            if next(signals):
+                self._stop_by = time.monotonic()
 
         before = {
             number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)
@@ -190,3 +171,10 @@ def _is_name(text: str) -> bool:
     return 1 <= len(text.encode()) <= 63 and not any(
         unicodedata.category(character) == "Cc" for character in text
     )
+
+
+def _fulfil(promise: Future[None], call: Callable[[], None]) -> None:
+    try:
+        promise.set_result(call())
+    except BaseException as error:
+        promise.set_exception(error)

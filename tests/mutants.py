@@ -29,8 +29,7 @@ CLAIM_WITH_TRY_LOCK_IN_UPDATE = Mutant(
 CLAIM_WITH_CUT_KEY = Mutant("claim_task", "% 2147483647)", "& 2147483647)")
 CLAIM_BY_TRANSACTION_TIME = Mutant("claim_task", "v_now := clock_timestamp()", "v_now := now()")
 COMPLETE_WITHOUT_TOKEN = Mutant("complete_task", "and t.claim_token = p_claim_token", "")
-FAIL_WITHOUT_TOKEN = Mutant("fail_task", "and t.claim_token = p_claim_token", "")
-RELEASE_WITHOUT_TOKEN = Mutant("release_task", "and t.claim_token = p_claim_token", "")
+FAILURE_WITHOUT_TOKEN = Mutant("_lock_claim", "and t.claim_token = p_claim_token", "")
 BATCH_COMPLETION_THAT_WAITS = Mutant("complete_tasks", "for update of t skip locked", "for update")
 BATCH_COMPLETION_IN_REVERSE = Mutant(
     "complete_tasks", "t.id\n       for update of t skip locked", "t.id desc for update of t"

@@ -3,7 +3,6 @@
 A call and its log entry share a transaction: a rollback takes both back.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from uuid import UUID
 
 import psycopg
+from workers import wait_until
 
 T = TypeVar("T")
 Connect = Callable[..., psycopg.Connection]
@@ -283,15 +283,6 @@ def check(conn: psycopg.Connection) -> None:
         assert current is None or current == claim_token, f"task {task_id}: wrong token"
         assert (status == "completed") == (last == "completed"), f"task {task_id}: {status}"
     assert task_locks(conn) == 0, "an advisory lock was left"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when the condition holds; TimeoutError after 30 seconds."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.002)
 
 
 def together(calls: Iterable[Callable[[], T]]) -> list[T]:

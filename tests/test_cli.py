@@ -62,6 +62,14 @@ def empty(server: Server) -> Iterator[str]:
         admin.execute("drop database cli_empty with (force)")
 
 
+@pytest.fixture(scope="module")
+def untouched(server: Server, template: str) -> Iterator[str]:
+    """The URL of a database that stays without a task."""
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        yield server.create_database("cli_untouched", template=template)
+        admin.execute("drop database cli_untouched with (force)")
+
+
 @pytest.fixture
 def stranger(server: Server) -> Iterator[str]:
     """A role that may do nothing."""
@@ -207,10 +215,8 @@ def test_a_missing_schema_is_one_line(command: list[str], server: Server) -> Non
 
 
 @commands
-def test_a_missing_right_is_one_line(
-    command: list[str], server: Server, dsn: str, stranger: str
-) -> None:
-    url = dsn.replace("postgres@", f"{stranger}@")
+def test_a_missing_right_is_one_line(command: list[str], untouched: str, stranger: str) -> None:
+    url = untouched.replace("postgres@", f"{stranger}@")
     assert re.search(r"permission denied|may not install", refused(*command, "--dsn", url))
 
 
@@ -266,11 +272,10 @@ def test_an_unreachable_server_is_told_without_the_password(
     ],
     ids=lambda value: ascii(value)[:30],
 )
-def test_a_task_that_cannot_be_is_one_line(
-    dsn: str, conn: psycopg.Connection, arguments: list[str], text: str
-) -> None:
-    assert re.search(text, refused("enqueue", "--dsn", dsn, *arguments))
-    assert conn.execute("select id from pgsched.tasks").fetchall() == []
+def test_a_task_that_cannot_be_is_one_line(untouched: str, arguments: list[str], text: str) -> None:
+    assert re.search(text, refused("enqueue", "--dsn", untouched, *arguments))
+    with psycopg.connect(untouched) as conn:
+        assert conn.execute("select id from pgsched.tasks").fetchall() == []
 
 
 # pgsched worker

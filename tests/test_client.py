@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -29,7 +30,6 @@ from pgsched.embedded import Server
 Connect = Callable[..., psycopg.Connection]
 
 LEASE = timedelta(minutes=1)
-NO_TOKEN = UUID(int=0)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_a_unique_key_is_taken_while_its_task_lives(session: psycopg.Connection)
     assert enqueue(session, "type") != first
     [claimed] = claim(session, 1)
     assert enqueue(session, "type", unique_key="key") == claimed.id == first
-    assert calls.complete_tasks(session, [first], [claimed.token], [None]) == ["completed"]
+    assert calls.complete_tasks(session, [claimed], [None]) == ["completed"]
     assert enqueue(session, "type", unique_key="key") > first
 
 
@@ -366,12 +366,8 @@ def test_extensions_are_answered_in_the_order_given(
         block.connection.execute(
             "select from pgsched.scheduled_tasks where id = %s for update", [busy.id]
         )
-        answers = calls.extend_tasks(
-            conn,
-            [busy.id, extended.id, cancelled.id, extended.id],
-            [busy.token, uuid4(), cancelled.token, extended.token],
-            timedelta(hours=1),
-        )
+        lost = replace(extended, token=uuid4())
+        answers = calls.extend_tasks(conn, [busy, lost, cancelled, extended], timedelta(hours=1))
     assert answers == ["busy", "lost", "cancel_requested", "extended"]
     assert row(conn, extended.id).lease_expires_at != extended.lease_expires_at
     assert row(conn, busy.id).lease_expires_at == busy.lease_expires_at
@@ -387,13 +383,12 @@ def test_completions_are_answered_in_the_order_given(
         )
         answers = calls.complete_tasks(
             conn,
-            [busy.id, completed.id, stale.id, 10**9],
-            [busy.token, completed.token, uuid4(), uuid4()],
+            [busy, completed, replace(stale, token=uuid4()), replace(stale, id=10**9)],
             ["1", '{"x": 1}', "2", None],
         )
     assert answers == ["busy", "completed", "stale", "gone"]
     assert row(conn, completed.id).result == {"x": 1}
-    again = calls.complete_tasks(conn, [completed.id], [completed.token], [None])
+    again = calls.complete_tasks(conn, [completed], [None])
     assert again == ["already"]
 
 
@@ -406,9 +401,9 @@ def test_a_failure_says_what_became_of_the_task(
         [cancelled.id],
     )
     in_a_day = timedelta(days=1)
-    assert calls.fail_task(conn, retried.id, retried.token, "a", in_a_day, False) == "queued"
-    assert calls.fail_task(conn, failed.id, failed.token, "b", None, True) == "failed"
-    assert calls.fail_task(conn, cancelled.id, cancelled.token, "c", None, False) == "cancelled"
+    assert calls.fail_task(conn, retried, "a", in_a_day, False) == "queued"
+    assert calls.fail_task(conn, failed, "b", None, True) == "failed"
+    assert calls.fail_task(conn, cancelled, "c", None, False) == "cancelled"
     assert row(conn, retried.id).due_in > timedelta(hours=23)
     assert [row(conn, claim.id).last_error for claim in claimed] == ["a", "b", "c"]
 
@@ -416,7 +411,7 @@ def test_a_failure_says_what_became_of_the_task(
 def test_a_release_does_not_count_the_attempt(
     conn: psycopg.Connection, claimed: list[Claim]
 ) -> None:
-    calls.release_task(conn, claimed[0].id, claimed[0].token, timedelta(hours=1))
+    calls.release_task(conn, claimed[0], timedelta(hours=1))
     released = row(conn, claimed[0].id)
     assert (released.status, released.attempt) == ("queued", 0)
     assert timedelta(minutes=59) < released.due_in <= timedelta(hours=1)
@@ -426,10 +421,11 @@ def test_a_claim_that_is_not_current_is_lost_and_an_unknown_task_not_found(
     conn: psycopg.Connection, claimed: list[Claim]
 ) -> None:
     for task_id, expected in ((claimed[0].id, ClaimLost), (10**9, TaskNotFound)):
+        claim = replace(claimed[0], id=task_id, token=uuid4())
         with pytest.raises(expected), calls.translated():
-            calls.fail_task(conn, task_id, NO_TOKEN, "error", None, False)
+            calls.fail_task(conn, claim, "error", None, False)
         with pytest.raises(expected), calls.translated():
-            calls.release_task(conn, task_id, NO_TOKEN, timedelta(0))
+            calls.release_task(conn, claim, timedelta(0))
 
 
 def test_reaping_says_what_became_of_each_task(
@@ -474,7 +470,7 @@ def test_statistics_have_a_row_for_each_queue_in_use(session: psycopg.Connection
     assert (b.queue, b.paused, b.queued, b.due, b.processing, b.failed) == ("b", False, 0, 0, 1, 0)
     assert b.oldest_due_age == timedelta(0)
     assert (c.queue, c.paused, c.queued) == ("c", True, 0)
-    calls.fail_task(session, claimed.id, claimed.token, "error", None, True)
+    calls.fail_task(session, claimed, "error", None, True)
     assert [stats.failed for stats in calls.queue_stats(session)] == [0, 1, 0]
 
 

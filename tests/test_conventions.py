@@ -1,7 +1,6 @@
 """Rules over the files: each test lists what breaks its rule. Rules over the catalog: pgtap/."""
 
 import ast
-import importlib
 import inspect
 import re
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import pgsched
-from pgsched import errors
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = ROOT / "sql" / "schema"
@@ -116,12 +114,6 @@ def test_locals_start_with_v(path: Path) -> None:
         assert re.findall(r"^  (?!v_)\w+", block, re.MULTILINE) == []
 
 
-def test_every_error_code_has_its_exception() -> None:
-    raised = {code for path in FUNCTIONS for code in re.findall(r"'(TS\d+)'", read(path))}
-    assert raised
-    assert raised - {state for state in errors._BY_SQLSTATE if state} == set()
-
-
 # Python
 
 
@@ -149,12 +141,8 @@ def test_each_public_name_and_its_methods_say_what_they_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda path: path.stem)
-def test_a_module_says_what_it_is_and_has_what_it_offers(path: Path) -> None:
-    if path.stem == "__main__":
-        return
-    module = importlib.import_module(f"pgsched.{path.stem}".removesuffix(".__init__"))
-    assert module.__doc__
-    assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []
+def test_a_module_says_what_it_is(path: Path) -> None:
+    assert path.stem == "__main__" or ast.get_docstring(ast.parse(read(path)))
 
 
 def test_who_only_enqueues_imports_no_more_than_psycopg() -> None:

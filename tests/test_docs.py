@@ -25,7 +25,6 @@ from pgsched.embedded import Server
 from pgsched.errors import from_database
 from pgsched.metrics import Metrics
 from pgsched.migrate import MIGRATION_LOCK
-from pgsched.worker import Settings
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference.md"
@@ -182,7 +181,6 @@ def test_every_public_name_is_documented_and_the_reverse() -> None:
     ("heading", "header", "function"),
     [
         ("Worker", "Argument", pgsched.Worker),
-        ("Worker", "Argument", Settings),
         ("enqueue", "Argument", pgsched.enqueue),
     ],
 )

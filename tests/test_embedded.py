@@ -2,12 +2,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
+from workers import wait_until
 
 from pgsched import embedded
 from pgsched.embedded import EmbeddedError, Server, find_binaries
@@ -58,13 +58,6 @@ def is_running(pid: int) -> bool:
         return False
     except FileNotFoundError:  # no /proc here
         return not Path("/proc/self/stat").exists()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_it_keeps_its_data_over_stop_and_start() -> None:

@@ -4,14 +4,14 @@ import getpass
 import re
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
+from workers import wait_until
 
 from pgsched import migrate as migrate_module
 from pgsched.embedded import Server
@@ -94,13 +94,6 @@ def yoyo(action: str, dsn: str) -> None:
     url = dsn.replace("postgresql://", "postgresql+psycopg://") + "&schema=pgsched"
     command = [sys.executable, "-m", "yoyo", action, "--batch", "--no-config-file"]
     subprocess.run([*command, "--database", url, MIGRATIONS], check=True)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "not within 30 s"
-        time.sleep(0.02)
 
 
 def waiting(conn: psycopg.Connection) -> int:

@@ -386,8 +386,7 @@ def test_a_deadlock_is_seen(connect: Connect) -> None:
             (mutant, partial(test_a_claim_that_is_over_changes_nothing, end=end))
             for mutant in (
                 mutants.COMPLETE_WITHOUT_TOKEN,
-                mutants.FAIL_WITHOUT_TOKEN,
-                mutants.RELEASE_WITHOUT_TOKEN,
+                mutants.FAILURE_WITHOUT_TOKEN,
             )
             for end in (reaped, reaped_and_claimed_again)
         ),

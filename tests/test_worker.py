@@ -1,8 +1,10 @@
 """The worker: what it runs, what becomes of it, and what it withstands."""
 
 import asyncio
+import os
 import re
 import signal
+import socket
 import time
 import traceback
 from collections import Counter
@@ -21,6 +23,7 @@ from workers import (
     count,
     quick,
     row,
+    run_to_end,
     running,
     wait_for,
     wait_for_delay,
@@ -261,32 +264,31 @@ def test_retry_snooze_and_fail_say_more(dsn: str, conn: psycopg.Connection, kind
         assert timedelta(minutes=119) < snoozed.due_in <= timedelta(hours=2)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Retry(timedelta(days=400)),
-        lambda: Retry(timedelta(seconds=-1)),
-        lambda: Retry(timedelta.max),
-        lambda: Retry(5),  # type: ignore[arg-type]
-        lambda: Snooze(timedelta.max),
-        lambda: Snooze(5),  # type: ignore[arg-type]
-    ],
-    ids=["long", "negative", "longest", "number", "longest snooze", "number snooze"],
-)
+DELAYS: dict[str, Callable[[], Exception]] = {
+    "long": lambda: Retry(timedelta(days=400)),
+    "negative": lambda: Retry(timedelta(seconds=-1)),
+    "longest": lambda: Retry(timedelta.max),
+    "number": lambda: Retry(5),  # type: ignore[arg-type]
+    "longest snooze": lambda: Snooze(timedelta.max),
+    "number snooze": lambda: Snooze(5),  # type: ignore[arg-type]
+}
+
+
 def test_a_delay_that_cannot_be_fails_its_own_attempt_only(
-    dsn: str, conn: psycopg.Connection, make: Callable[[], Exception]
+    dsn: str, conn: psycopg.Connection
 ) -> None:
-    worker = quick(dsn)
+    worker = quick(dsn, concurrency=1)
 
     @worker.task("raise")
     def tell(task: Task) -> None:
-        raise make()
+        raise DELAYS[task.payload]()
 
     worker.task("noop")(lambda task: None)
-    bad = enqueue(conn, "raise", max_attempts=1, priority=0)
+    bad = {name: enqueue(conn, "raise", name, max_attempts=1, priority=0) for name in DELAYS}
     good = enqueue(conn, "noop")
     with running(worker):
-        assert wait_for(conn, bad, "failed").last_error
+        for name, task_id in bad.items():
+            assert wait_for(conn, task_id, "failed").last_error, name
         wait_for(conn, good, "completed")
 
 
@@ -312,9 +314,9 @@ def test_a_result_that_cannot_be_stored_fails_and_the_rest_of_its_batch_complete
     batches: list[int] = []
     complete_tasks = calls.complete_tasks
 
-    def watched(conn: calls.Connection, ids: Any, tokens: Any, results: Any) -> list[str]:
-        batches.append(len(ids))
-        return complete_tasks(conn, ids, tokens, results)
+    def watched(conn: calls.Connection, claims: Any, results: Any) -> list[str]:
+        batches.append(len(claims))
+        return complete_tasks(conn, claims, results)
 
     monkeypatch.setattr(calls, "complete_tasks", watched)
 
@@ -335,31 +337,41 @@ def test_a_result_that_cannot_be_stored_fails_and_the_rest_of_its_batch_complete
     assert max(batches) > 1
 
 
+def test_a_result_too_large_for_the_database_fails_its_own_task_only(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(dsn)
+    worker.task("huge")(lambda task: 64_000_000 * "x")
+    worker.task("noop")(lambda task: None)
+    huge = enqueue(conn, "huge", max_attempts=1, priority=0)
+    noop = enqueue(conn, "noop")
+    with running(worker):
+        failed = wait_for(conn, huge, "failed", "completed")
+        assert failed.status == "failed"
+        assert re.search("result .* bytes", failed.last_error or "")
+        wait_for(conn, noop, "completed")
+
+
 def test_a_payload_that_python_cannot_read_fails_its_own_task_only(
     dsn: str, conn: psycopg.Connection
 ) -> None:
     worker = quick(dsn)
     worker.task("noop")(lambda task: None)
-    payloads = {
-        "a long integer": '{"n": ' + 5_000 * "9" + "}",
-        "a deep list": 4_000 * "[" + 4_000 * "]",
-        "nothing special": "{}",
-    }
     # One statement, so that one claim gets all of them.
     rows = conn.execute(
         """
         select pgsched.enqueue_task('noop', payload::jsonb, p_max_attempts => 1)
-          from unnest(%s::text[]) as payload
+          from unnest(array['{}', %s, '{}']) as payload
         """,
-        [list(payloads.values())],
+        ['{"n": ' + 5_000 * "9" + "}"],
     )
-    ids = dict(zip(payloads, (task_id for (task_id,) in rows), strict=True))
+    first, unreadable, last = (task_id for (task_id,) in rows)
     with running(worker):
-        for name in ("a long integer", "a deep list"):
-            error = wait_for(conn, ids[name], "failed").last_error
-            assert error is not None
-            assert error.startswith("InvalidArgument: Python cannot read the payload"), name
-        wait_for(conn, ids["nothing special"], "completed")
+        error = wait_for(conn, unreadable, "failed").last_error
+        assert error is not None
+        assert error.startswith("InvalidArgument: Python cannot read the payload: ")
+        for task_id in (first, last):
+            wait_for(conn, task_id, "completed")
 
 
 def test_a_task_of_unknown_type_is_left_to_others_and_logged_once(
@@ -855,11 +867,11 @@ def test_a_statement_timeout_does_not_end_the_worker(
 
 def test_without_the_schema_or_the_right_to_it_run_ends_at_once(server: Server, dsn: str) -> None:
     with pytest.raises(SchemaError, match="pgsched migrate"):
-        Worker(server.dsn()).run()
+        run_to_end(Worker(server.dsn()))
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
         admin.execute("create role without_rights login")
         with pytest.raises(SchemaError, match=r"permission denied.*grant"):
-            Worker(dsn.replace("postgres@", "without_rights@")).run()
+            run_to_end(Worker(dsn.replace("postgres@", "without_rights@")))
         admin.execute("drop role without_rights")
 
 
@@ -881,9 +893,9 @@ def test_a_malformed_dsn_is_refused_without_showing_it(dsn: str) -> None:
     assert "s3cret" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_the_settings_do_not_show_the_password() -> None:
+def test_a_worker_does_not_show_the_password() -> None:
     worker = Worker("postgresql://someone:s3cret@localhost/app")
-    assert "s3cret" not in repr(worker.settings)
+    assert "s3cret" not in repr(worker)
 
 
 @pytest.mark.parametrize(
@@ -933,7 +945,7 @@ def test_a_handler_may_stop_the_worker(dsn: str, conn: psycopg.Connection) -> No
     worker = quick(dsn)
     worker.task("stop")(lambda task: worker.stop())
     task_id = enqueue(conn, "stop")
-    worker.run()
+    run_to_end(worker)
     assert row(conn, task_id).status == "completed"
     assert conn.execute("select name from pgsched.workers").fetchall() == []
 
@@ -1029,6 +1041,40 @@ def test_sigterm_ends_it_within_the_grace_while_the_server_is_away(
         worker.process.send_signal(signal.SIGTERM)
         assert worker.process.wait(3 * (grace + 2)) == 0
         assert "Traceback" not in worker.log
+
+
+def test_sigterm_ends_it_within_the_grace_while_the_server_does_not_answer(tmp_path: Path) -> None:
+    grace = 1
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+        dsn = f"host={address} port={port} dbname=app user=app"
+        with start(tmp_path, dsn, "--grace", str(grace)) as worker, silent.accept()[0]:
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(3 * (grace + 2)) == 0
+            assert "Traceback" not in worker.log
+
+
+def test_sigterm_ends_it_within_the_grace_while_its_session_is_stuck(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    grace = 1
+    with start(tmp_path, dsn, "--grace", str(grace)) as worker:
+        wait_until(lambda: conn.execute("select id from pgsched.workers").fetchall())
+        [(backend,)] = conn.execute(
+            """
+            select pid
+              from pg_stat_activity
+             where datname = current_database() and pid <> pg_backend_pid()
+               and backend_type = 'client backend'
+            """
+        )
+        os.kill(backend, signal.SIGSTOP)
+        try:
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(3 * (grace + 2)) == 0
+            assert "Traceback" not in worker.log
+        finally:
+            os.kill(backend, signal.SIGCONT)
 
 
 INTERRUPTED = """

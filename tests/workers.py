@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -102,6 +103,16 @@ def running(worker: Worker) -> Iterator[Thread]:
         thread.join(PATIENCE)
         assert not errors, errors
         assert not thread.is_alive()
+
+
+def run_to_end(worker: Worker) -> None:
+    """Return when the worker ends by itself, or raise what it raises."""
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(worker.run)
+        try:
+            ended.result(PATIENCE)
+        finally:
+            worker.stop()
 
 
 class WorkerProcess:

@@ -367,6 +367,33 @@ comment on function pgsched._raise_not_current is
 
 revoke all on function pgsched._raise_not_current from public;
 
+-- The task's lock first, waiting for it, then its row, if the claim is current.
+create function pgsched._lock_claim(p_id bigint, p_claim_token uuid)
+  returns pgsched.scheduled_tasks
+  language plpgsql
+as $$
+declare
+  v_task pgsched.scheduled_tasks;
+begin
+  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
+  select t.*
+    into v_task
+    from pgsched.scheduled_tasks as t
+   where t.id = p_id and t.claim_token = p_claim_token
+     for update;
+  if not found then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+  return v_task;
+end;
+$$;
+
+comment on function pgsched._lock_claim is
+  'The task of a current claim, locked until the caller''s transaction ends; else TS400, TS404 or '
+  'TS409.';
+
+revoke all on function pgsched._lock_claim from public;
+
 create function pgsched.enqueue_task(
     p_task_type text,
     p_payload jsonb default '{}',
@@ -790,7 +817,7 @@ declare
   v_retry_seconds double precision := date_part('epoch', p_retry_in);
   v_error text := pgsched._clip(p_error);
   v_now timestamptz;
-  v_task record;
+  v_task pgsched.scheduled_tasks;
   v_status text;
   v_run_at timestamptz;
 begin
@@ -807,16 +834,7 @@ begin
       hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
   end if;
 
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
-  select t.queue, t.attempt, t.max_attempts, t.cancel_requested_at
-    into v_task
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
-
+  v_task := pgsched._lock_claim(p_id, p_claim_token);
   v_now := clock_timestamp();
   v_status := case
                 when v_task.cancel_requested_at is not null then 'cancelled'
@@ -892,23 +910,13 @@ create function pgsched.release_task(
   set enable_seqscan = off
 as $$
 declare
+  v_task pgsched.scheduled_tasks;
   v_now timestamptz;
-  v_cancelled boolean;
 begin
   p_run_at := pgsched._run_at(p_run_at);
-
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
-  select t.cancel_requested_at is not null
-    into v_cancelled
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
-
+  v_task := pgsched._lock_claim(p_id, p_claim_token);
   v_now := clock_timestamp();
-  if v_cancelled then
+  if v_task.cancel_requested_at is not null then
     perform pgsched._finish_tasks(array[p_id], array[null], 'cancelled', v_now);
   else
     perform pgsched._requeue_tasks(array[p_id], array[null], greatest(p_run_at, v_now), 1);
@@ -1058,8 +1066,8 @@ comment on function pgsched.reap_stale is
 
 revoke all on function pgsched.reap_stale from public;
 
--- Every figure comes from an index and stops counting at 10,000, so that a scrape stays cheap with
--- millions of tasks. The queues that have tasks are found by skipping through the claim index.
+-- Every figure comes from an index. Queued tasks and dead letters, of which there may be millions,
+-- are counted up to 10,000. The queues that have any are found by skipping through the index.
 create function pgsched.queue_stats()
   returns table (
     queue text, paused boolean, queued bigint, due bigint, processing bigint, failed bigint,

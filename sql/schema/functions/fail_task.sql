@@ -15,7 +15,7 @@ declare
   v_retry_seconds double precision := date_part('epoch', p_retry_in);
   v_error text := pgsched._clip(p_error);
   v_now timestamptz;
-  v_task record;
+  v_task pgsched.scheduled_tasks;
   v_status text;
   v_run_at timestamptz;
 begin
@@ -32,16 +32,7 @@ begin
       hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
   end if;
 
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
-  select t.queue, t.attempt, t.max_attempts, t.cancel_requested_at
-    into v_task
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
-
+  v_task := pgsched._lock_claim(p_id, p_claim_token);
   v_now := clock_timestamp();
   v_status := case
                 when v_task.cancel_requested_at is not null then 'cancelled'

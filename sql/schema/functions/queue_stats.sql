@@ -1,5 +1,5 @@
--- Every figure comes from an index and stops counting at 10,000, so that a scrape stays cheap with
--- millions of tasks. The queues that have tasks are found by skipping through the claim index.
+-- Every figure comes from an index. Queued tasks and dead letters, of which there may be millions,
+-- are counted up to 10,000. The queues that have any are found by skipping through the index.
 create function pgsched.queue_stats()
   returns table (
     queue text, paused boolean, queued bigint, due bigint, processing bigint, failed bigint,

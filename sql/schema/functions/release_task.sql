@@ -9,23 +9,13 @@ create function pgsched.release_task(
   set enable_seqscan = off
 as $$
 declare
+  v_task pgsched.scheduled_tasks;
   v_now timestamptz;
-  v_cancelled boolean;
 begin
   p_run_at := pgsched._run_at(p_run_at);
-
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
-  select t.cancel_requested_at is not null
-    into v_cancelled
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
-
+  v_task := pgsched._lock_claim(p_id, p_claim_token);
   v_now := clock_timestamp();
-  if v_cancelled then
+  if v_task.cancel_requested_at is not null then
     perform pgsched._finish_tasks(array[p_id], array[null], 'cancelled', v_now);
   else
     perform pgsched._requeue_tasks(array[p_id], array[null], greatest(p_run_at, v_now), 1);
