@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from threading import Event
 from typing import Any
 from uuid import UUID
@@ -35,13 +35,16 @@ CONNECTION: dict[str, Any] = {
 """libpq's connection parameters, where the DSN says nothing else."""
 
 
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """A claimed task, as a handler gets it.
 
-    ``attempt`` counts this one. ``run_at`` and ``created_at`` are times of the server's clock.
-    ``cancelled`` is set when a cancel was requested or the claim was lost: stop, the result will
-    not count.
+    ``attempt`` counts this one. ``run_at`` and ``created_at`` are times of the server's clock, in
+    UTC. ``cancelled`` is set when a cancel was requested or the claim was lost: stop. After a lost
+    claim nothing counts any more; after a request only a completion does.
     """
 
     id: int
@@ -115,21 +118,16 @@ def dsn_parameters(dsn: str) -> dict[str, Any]:
 def connect(dsn: str, *, application_name: str) -> Connection:
     """An autocommit connection that a transaction-mode pooler may sit behind: no session state."""
     given = dsn_parameters(dsn)
-    return psycopg.connect(
-        dsn,
-        autocommit=True,
-        prepare_threshold=None,
-        fallback_application_name=application_name[:63],
-        **{name: value for name, value in CONNECTION.items() if name not in given},
-    )
-
-
-@contextmanager
-def short_lock_waits(conn: Connection) -> Iterator[None]:
-    """A transaction that waits 0.1 s for a lock, then raises psycopg.errors.LockNotAvailable."""
-    with conn.transaction():
-        conn.execute("set local lock_timeout = '100ms'")
-        yield
+    try:
+        return psycopg.connect(
+            dsn,
+            autocommit=True,
+            prepare_threshold=None,
+            fallback_application_name=application_name[:63],
+            **{name: value for name, value in CONNECTION.items() if name not in given},
+        )
+    except UnicodeError:
+        raise InvalidArgument("dsn: the name of the host cannot be one") from None
 
 
 def enqueue(
@@ -163,6 +161,18 @@ def enqueue(
 
     Raises InvalidArgument, and psycopg.Error for what the database itself refuses.
     """
+    for name, value, kind in (
+        ("task_type", task_type, str),
+        ("queue", queue, str),
+        ("run_at", run_at, datetime | None),
+        ("delay", delay, timedelta | None),
+        ("priority", priority, int),
+        ("max_attempts", max_attempts, int | None),
+        ("unique_key", unique_key, str | None),
+        ("concurrency_key", concurrency_key, str | None),
+    ):
+        if not isinstance(value, kind):
+            raise InvalidArgument(f"{name} is a {type(value).__name__}: give {kind}")
     if run_at is not None and delay is not None:
         raise InvalidArgument("give run_at or delay, not both")
     if run_at is not None and run_at.utcoffset() is None:
@@ -173,7 +183,8 @@ def enqueue(
             """
             select pgsched.enqueue_task(
                      p_task_type => %s, p_payload => %s::jsonb, p_queue => %s,
-                     p_run_at => coalesce(%s::timestamptz, clock_timestamp() + %s::interval),
+                     p_run_at => coalesce(%s::timestamptz,
+                                    pg_catalog.clock_timestamp() + %s::interval),
                      p_priority => %s::integer, p_max_attempts => %s::integer,
                      p_unique_key => %s, p_concurrency_key => %s)
             """,
@@ -200,13 +211,21 @@ def claim_task(
     rows = conn.execute(
         """
         select c.id, c.queue, c.task_type, c.payload::text, c.priority, c.attempt, c.max_attempts,
-               c.run_at, c.created_at, c.claim_token, c.lease_expires_at, c.contended
+               date_part('epoch', c.run_at), date_part('epoch', c.created_at), c.claim_token,
+               date_part('epoch', c.lease_expires_at), c.contended
           from pgsched.claim_task(
                  p_worker => %s, p_queue => %s, p_lease => %s, p_limit => %s::integer) as c
         """,
         (worker, queue, lease, limit),
     )
-    return [Claim(*row) for row in rows]
+    return [Claim(*map(_readable, row)) for row in rows]
+
+
+def _readable(value: Any) -> Any:
+    """Times come as seconds since 1970: psycopg reads timestamps in the ISO DateStyle only."""
+    if isinstance(value, float):
+        return EPOCH + timedelta(microseconds=round(value * 1_000_000))
+    return value
 
 
 def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) -> list[str]:
@@ -244,13 +263,19 @@ def complete_tasks(
 def fail_task(
     conn: Connection, claim: Claim, error: str, retry_in: timedelta | None, permanent: bool
 ) -> str:
-    """What became of the task: queued (it will be tried again), failed or cancelled."""
+    """What became of the task: queued (it will be tried again), failed or cancelled.
+
+    Waits 0.1 s for another transaction that acts on it, then psycopg.errors.LockNotAvailable. The
+    timeout is set by the statement itself: a transaction of several could be left open, with the
+    task's lock, by a process that is stopped between two of them.
+    """
     [(status,)] = conn.execute(
         """
         select f.status
           from pgsched.fail_task(
-                 p_id => %s::bigint, p_claim_token => %s, p_error => %s, p_retry_in => %s,
-                 p_permanent => %s) as f
+                 p_id => case set_config('lock_timeout', '100ms', true)
+                           when '100ms' then %s::bigint end,
+                 p_claim_token => %s, p_error => %s, p_retry_in => %s, p_permanent => %s) as f
         """,
         (claim.id, claim.token, error, retry_in, permanent),
     )
@@ -258,12 +283,17 @@ def fail_task(
 
 
 def release_task(conn: Connection, claim: Claim, delay: timedelta) -> None:
-    """Give a claim back, due again after ``delay`` by the server's clock; attempt not counted."""
+    """Give a claim back, due again after ``delay`` by the server's clock; attempt not counted.
+
+    Waits as fail_task does.
+    """
     conn.execute(
         """
         select pgsched.release_task(
-                 p_id => %s::bigint, p_claim_token => %s,
-                 p_run_at => clock_timestamp() + %s::interval)
+                 p_id => case set_config('lock_timeout', '100ms', true)
+                           when '100ms' then %s::bigint end,
+                 p_claim_token => %s,
+                 p_run_at => pg_catalog.clock_timestamp() + %s::interval)
         """,
         (claim.id, claim.token, delay),
     )
@@ -299,11 +329,12 @@ def queue_stats(conn: Connection) -> list[QueueStats]:
     """One row for each queue that has settings, live tasks or dead letters."""
     rows = conn.execute(
         """
-        select s.queue, s.paused, s.queued, s.due, s.processing, s.failed, s.oldest_due_age
+        select s.queue, s.paused, s.queued, s.due, s.processing, s.failed,
+               date_part('epoch', s.oldest_due_age)
           from pgsched.queue_stats() as s
         """
     )
-    return [QueueStats(*row) for row in rows]
+    return [QueueStats(*(*figures, timedelta(seconds=age))) for *figures, age in rows]
 
 
 def schema_version(conn: Connection) -> str:

@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -84,7 +85,11 @@ def worker_command(app: str, verbose: bool, **options: Any) -> None:
     for name, value in options.items():
         if value not in (None, ()):
             setattr(worker, name, value)
-    if worker.run():
+    running = worker.run()
+    # Nothing is left to be stopped; the default of a third signal would spoil the exit code.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if running:
         # What still runs would keep the interpreter from ending, as asyncio.to_thread's threads do.
         logging.shutdown()
         os._exit(0)

@@ -196,7 +196,7 @@ class _Process:
             self._port = free.getsockname()[1]
         command = [sys.executable, "-m", "pgsched", "worker", "pgsched.demo:worker"]
         command += ["--dsn", f"{dsn}&application_name={self.application_name}"]
-        command += ["--lease", str(LEASE_SECONDS), "--poll-interval", "0.2"]
+        command += ["--lease", str(LEASE_SECONDS), "--poll-interval", "0.2", "--grace", "2"]
         command += ["--metrics-host", "127.0.0.1", "--metrics-port", str(self._port)]
         with self._log.open("wb") as log:
             # In a session of its own: on Ctrl-C it is the demo that ends it.

@@ -40,6 +40,8 @@ _BY_SQLSTATE: dict[str | None, type[PgschedError]] = {
     # JSON that Python can write and jsonb cannot hold: a lone surrogate, a NUL.
     "22P02": InvalidArgument,
     "22P05": InvalidArgument,
+    # A delay that no timestamp can be.
+    "22008": InvalidArgument,
 }
 
 

@@ -45,12 +45,13 @@ the lock of an Event does when a signal comes at the wrong moment."""
 
 def error_text(error: BaseException) -> str:
     """Type and message of any exception, as text that PostgreSQL can store."""
+    name = type(error).__name__
     try:
-        message = str(error)
+        message = str(error)[:ERROR_LENGTH]
+        text = f"{name}: {message}" if message else name
+        return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()[:ERROR_LENGTH]
     except BaseException as broken:
-        message = f"(its message cannot be read: {type(broken).__name__})"
-    text = f"{type(error).__name__}: {message[:ERROR_LENGTH]}" if message else type(error).__name__
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")[:ERROR_LENGTH]
+        return f"{name}: (its message cannot be read: {type(broken).__name__})"
 
 
 class Executor:
@@ -74,17 +75,21 @@ class Executor:
         self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
 
     def start(self, claim: Claim) -> None:
-        """Run the handler of a claim whose type has one; returns at once."""
+        """Run the handler of a claim whose type has one; returns at once.
+
+        Raises RuntimeError or OSError, and runs nothing, when the system has no more threads.
+        """
         if inspect.iscoroutinefunction(self._handlers[claim.task_type]):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+            if self._loop_thread is None:
                 self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
             self._loop.call_soon_threadsafe(self._start_coroutine, claim)
             return
-        self._work.put(claim)
         if not self._idle.acquire(blocking=False) and self._threads:
-            self._threads -= 1
             self._spawn(self._run_functions, "pgsched-handler")
+            self._threads -= 1
+        self._work.put(claim)
 
     def cancel(self, token: UUID) -> None:
         """Cancel the coroutine of a claim; a plain function only sees ``task.cancelled``."""
@@ -176,8 +181,15 @@ def _completed(claim: Claim, result: Any) -> Outcome:
 
 
 def _ended_by(claim: Claim, error: BaseException) -> Outcome:
-    if isinstance(error, Snooze):
-        return Outcome(claim, "released", delay=error.delay)
-    if isinstance(error, Retry):
-        return Outcome(claim, "failed", error=error_text(error), delay=error.delay)
-    return Outcome(claim, "failed", error=error_text(error), permanent=isinstance(error, Fail))
+    """Never raises: an outcome that got lost would hold its slot, and its lease, for ever."""
+    try:
+        delay = getattr(error, "delay", None)
+        delay = delay if isinstance(delay, timedelta) else None
+    except BaseException:
+        delay = None
+    if isinstance(error, Snooze) and delay is not None:
+        return Outcome(claim, "released", delay=delay)
+    if not isinstance(error, Retry):
+        delay = None
+    permanent = isinstance(error, Fail)
+    return Outcome(claim, "failed", error=error_text(error), delay=delay, permanent=permanent)

@@ -3,8 +3,8 @@
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import Empty
 from typing import TypeVar
@@ -14,7 +14,7 @@ import psycopg
 
 from pgsched import calls
 from pgsched.calls import Claim, Connection
-from pgsched.errors import ClaimLost, TaskNotFound, from_database
+from pgsched.errors import ClaimLost, PgschedError, TaskNotFound, from_database
 from pgsched.handlers import Executor, Handler, Inbox, Outcome, error_text
 from pgsched.metrics import Metrics
 from pgsched.worker import Worker
@@ -23,19 +23,30 @@ BATCH = 100
 """Most tasks of one claim, completion or reap: bounds how long each transaction is."""
 REAP_SECONDS = 5.0
 REGISTER_SECONDS = 60.0
-RECONNECT_SECONDS = (0.1, 5.0)
-"""Wait before the first and, doubling, at most before each further attempt to connect."""
+RETRY_SECONDS = (0.1, 5.0)
+"""Wait before what failed is tried again, and, doubling, at most before each further time."""
 BUSY_SECONDS = 0.05
 """Wait before an outcome whose row another transaction had locked is reported again."""
 UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
 """How long a task that has no handler here is left to other workers."""
 
-REFUSED = ("22", "23", "54", "TS")
+REFUSED = ("22", "23", "54", "P0", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
 
 T = TypeVar("T")
 
 log = logging.getLogger("pgsched")
+
+
+@dataclass(slots=True)
+class Step:
+    """Something that the loop does while it is wanted, not before ``at`` (of time.monotonic())."""
+
+    act: Callable[[Connection], float]
+    """Does it, and says when next."""
+    wanted: Callable[[], bool]
+    at: float
+    failures: int = 0
 
 
 class Loop:
@@ -68,11 +79,16 @@ class Loop:
         self._worker_id: int | None = None
         self._unknown_types: set[str] = set()
         now = time.monotonic()
-        self._report_at = now
-        self._extend_at = now + settings.lease / 3
-        self._reap_at = now + REAP_SECONDS * random.random()
-        self._register_at = now
         self._poll_at = dict.fromkeys(settings.queues, now)
+        self._extension = Step(self._extend, lambda: bool(self._held), now + settings.lease / 3)
+        # The most urgent first.
+        self._steps = (
+            self._extension,
+            Step(self._report, lambda: bool(self._unreported), now),
+            Step(self._register, lambda: True, now),
+            Step(self._reap, lambda: True, now + REAP_SECONDS * random.random()),
+            Step(self._claim, lambda: self._free() > 0 and not self._stopping, now),
+        )
 
     def run(self) -> None:
         """Until stopped; see Worker.run."""
@@ -83,27 +99,33 @@ class Loop:
         wait = 0.0
         while True:
             self._receive(wait)
-            if self._stopping and deadline is None:
-                deadline = time.monotonic() + self._settings.grace
-                log.info("stopping: worker=%s running=%d", self._name, self.busy)
+            if self._stopping:
+                if deadline is None:
+                    deadline = time.monotonic() + self._settings.grace
+                    log.info("stopping: worker=%s running=%d", self._name, self.busy)
+                if not self._held or time.monotonic() >= deadline:
+                    break
             try:
                 if connection is None:
                     connection = self._connect()
                 wait = self._turn(connection)
                 failures = 0
-            except psycopg.Error as error:
-                first, longest = RECONNECT_SECONDS
-                wait = min(first * 2 ** min(failures, 16), longest) * random.uniform(0.5, 1.0)
+            except PgschedError:
+                raise
+            except Exception as error:
+                wait = self._backoff(failures)
                 failures += 1
-                log.warning("database: error=%r retry_in=%.1fs", error_text(error), wait)
-                if connection is not None and connection.closed:
+                log.warning(
+                    "database: error=%r retry_in=%.1fs",
+                    *(error_text(error), wait),
+                    exc_info=not isinstance(error, psycopg.Error),
+                )
+                if connection is not None:
                     self._metrics.reconnects.inc()
+                    connection.close()
                     connection = None
             if deadline is not None:
-                left = deadline - time.monotonic()
-                if not self._held or left <= 0:
-                    break
-                wait = min(wait, left)
+                wait = min(wait, deadline - time.monotonic()) if self._held else 0.0
         if self._held:
             log.warning(
                 "left to their leases: tasks=%s",
@@ -113,6 +135,11 @@ class Loop:
         if connection is not None:
             self._sign_off(connection)
         log.info("stopped: worker=%s", self._name)
+
+    def _backoff(self, failures: int) -> float:
+        first, longest = RETRY_SECONDS
+        longest = min(longest, self._settings.lease / 6)
+        return min(first * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1.0)
 
     def _connect(self) -> Connection:
         connection = calls.connect(self._settings.dsn, application_name=f"pgsched {self._name}")
@@ -125,32 +152,31 @@ class Loop:
         return connection
 
     def _turn(self, connection: Connection) -> float:
-        """Everything that is due; returns how long [s] nothing else will be."""
-        now = time.monotonic()
-        if self._unreported and now >= self._report_at:
-            self._report(connection)
-        if self._held and now >= self._extend_at:
-            self._extend(connection)
-        if now >= self._register_at:
-            self._worker_id = calls.register_worker(
-                connection, self._name, self._settings.queues, self._settings.concurrency
-            )
-            self._register_at = now + REGISTER_SECONDS
-        if now >= self._reap_at:
-            self._reap(connection)
-        free = self._settings.concurrency - self.busy
-        if free and not self._stopping:
-            free = self._claim(connection, free)
-        self._metrics.slots_busy.set(self.busy)
+        """Everything that is due; returns how long [s] nothing else will be.
 
-        due = [self._register_at, self._reap_at]
-        if self._unreported:
-            due.append(self._report_at)
-        if self._held:
-            due.append(self._extend_at)
-        if free and not self._stopping:
-            due.extend(self._poll_at.values())
-        return max(0.0, min(due) - time.monotonic())
+        While the connection holds, each step fails alone: what cannot be reported or reaped stops
+        no lease from being extended and nothing else from being claimed.
+        """
+        for step in self._steps:
+            if not step.wanted() or time.monotonic() < step.at:
+                continue
+            try:
+                step.at = step.act(connection)
+                step.failures = 0
+            except psycopg.Error as error:
+                if connection.closed or error.sqlstate is None:
+                    raise
+                wait = self._backoff(step.failures)
+                step.at = time.monotonic() + wait
+                step.failures += 1
+                name = step.act.__name__.strip("_")
+                log.warning("%s: error=%r retry_in=%.1fs", name, error_text(error), wait)
+        self._metrics.slots_busy.set(self.busy)
+        return max(0.0, min(s.at for s in self._steps if s.wanted()) - time.monotonic())
+
+    def _free(self) -> int:
+        """Slots for new claims: what cannot be reported keeps its own."""
+        return self._settings.concurrency - self.busy - len(self._unreported)
 
     def _receive(self, wait: float) -> None:
         """Sleep so long [s], less when a message comes; take over all that are there."""
@@ -168,9 +194,15 @@ class Loop:
         except Empty:
             pass
 
-    def _report(self, connection: Connection) -> None:
+    def _register(self, connection: Connection) -> float:
+        self._worker_id = calls.register_worker(
+            connection, self._name, self._settings.queues, self._settings.concurrency
+        )
+        return time.monotonic() + REGISTER_SECONDS
+
+    def _report(self, connection: Connection) -> float:
         """Tell the database how claims ended. What it has not accepted stays unreported."""
-        self._report_at = time.monotonic()
+        rest = 0.0
         for batch in _batches(self._of_kind("completed")):
             for outcome, answer in zip(batch, self._complete(connection, batch), strict=True):
                 if answer in ("completed", "already"):
@@ -179,15 +211,17 @@ class Loop:
                 elif answer in ("stale", "gone"):
                     self._lose(outcome.claim)
                 else:
-                    self._report_at = time.monotonic() + BUSY_SECONDS
+                    rest = BUSY_SECONDS
         for outcome in self._of_kind("failed") + self._of_kind("released"):
+            if time.monotonic() >= self._extension.at:
+                break
             claim = outcome.claim
             try:
                 status = self._fail_or_release(connection, outcome)
             except psycopg.errors.LockNotAvailable:
                 # To the end of the line: it must not hold up the others, nor any lease.
                 self._unreported[claim.token] = self._unreported.pop(claim.token)
-                self._report_at = time.monotonic() + BUSY_SECONDS
+                rest = BUSY_SECONDS
                 break
             except psycopg.Error as error:
                 if isinstance(from_database(error), ClaimLost | TaskNotFound):
@@ -198,14 +232,14 @@ class Loop:
                     raise
             else:
                 self._settle(claim, status)
+        return time.monotonic() + rest
 
     def _fail_or_release(self, connection: Connection, outcome: Outcome) -> str:
         claim, delay = outcome.claim, outcome.delay
-        with calls.short_lock_waits(connection):
-            if outcome.kind == "released":
-                calls.release_task(connection, claim, delay or timedelta())
-                return "released"
-            status = calls.fail_task(connection, claim, outcome.error, delay, outcome.permanent)
+        if outcome.kind == "released":
+            calls.release_task(connection, claim, delay or timedelta())
+            return "released"
+        status = calls.fail_task(connection, claim, outcome.error, delay, outcome.permanent)
         return "retried" if status == "queued" else status
 
     def _simplify(self, outcome: Outcome, refusal: psycopg.Error) -> None:
@@ -224,7 +258,9 @@ class Loop:
             return
         self._unreported[claim.token] = outcome
 
-    def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> list[str]:
+    def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> Sequence[str]:
+        if time.monotonic() >= self._extension.at:
+            return ["busy"] * len(batch)
         try:
             return calls.complete_tasks(
                 connection,
@@ -232,45 +268,51 @@ class Loop:
                 [outcome.result for outcome in batch],
             )
         except psycopg.Error as error:
-            # A result that jsonb cannot hold (a NUL, too deep): find it, all others count.
-            if not _refuses(error):
+            # A result that jsonb cannot hold (a NUL, too deep), or all that is too much for one
+            # statement_timeout: halve the batch, so that all others count.
+            if not _refuses(error) and (
+                len(batch) == 1 or not isinstance(error, psycopg.errors.QueryCanceled)
+            ):
                 raise
-            if len(batch) > 1:
-                return [self._complete(connection, [outcome])[0] for outcome in batch]
+            if half := len(batch) // 2:
+                first, second = batch[:half], batch[half:]
+                return [*self._complete(connection, first), *self._complete(connection, second)]
             [outcome] = batch
             self._unreported[outcome.claim.token] = replace(
                 outcome, kind="failed", result=None, error=f"result refused: {error_text(error)}"
             )
             return ["refused"]
 
-    def _extend(self, connection: Connection) -> None:
+    def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
-        self._extend_at = time.monotonic() + self._settings.lease / 3
+        rest = self._settings.lease / 3
         for batch in _batches(list(self._held.values())):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):
                 if answer == "lost":
                     self._lose(claim)
                 elif answer == "busy":
-                    self._extend_at = time.monotonic() + min(1.0, self._settings.lease / 10)
+                    rest = min(1.0, self._settings.lease / 10)
                 elif answer == "cancel_requested":
                     claim.cancelled.set()
                     self._executor.cancel(claim.token)
+        return time.monotonic() + rest
 
-    def _reap(self, connection: Connection) -> None:
+    def _reap(self, connection: Connection) -> float:
         reaped = calls.reap_stale(connection, BATCH)
         for task_id, status in reaped:
             log.warning("reaped: task=%d status=%s", task_id, status)
             self._metrics.reaped.labels(status).inc()
-        more = len(reaped) == BATCH
-        self._reap_at = time.monotonic() + (
-            0 if more else REAP_SECONDS * random.uniform(0.75, 1.25)
-        )
+        rest = 0.0 if len(reaped) == BATCH else REAP_SECONDS * random.uniform(0.75, 1.25)
+        return time.monotonic() + rest
 
-    def _claim(self, connection: Connection, free: int) -> int:
-        """One claim for each queue that is due, as far as slots are free; returns those left."""
+    def _claim(self, connection: Connection) -> float:
+        """One claim for each queue that is due, as far as slots are free."""
         for queue in list(self._poll_at):
-            if not free or self._poll_at[queue] > time.monotonic():
+            free, now = self._free(), time.monotonic()
+            if free <= 0 or (self._held and now >= self._extension.at):
+                break
+            if self._poll_at[queue] > now:
                 continue
             # To the end of the line, so that no queue always comes first.
             self._poll_at[queue] = self._poll_at.pop(queue)
@@ -283,16 +325,18 @@ class Loop:
                 self._metrics.lock_contention.labels(queue).inc(claims[0].contended)
             for claim in claims:
                 self._start(claim)
-            free = self._settings.concurrency - self.busy
-        return free
+        return min(self._poll_at.values())
 
     def _start(self, claim: Claim) -> None:
         self._held[claim.token] = claim
         if claim.task_type in self._handlers:
-            self.busy += 1
-            self._executor.start(claim)
-            return
-        if claim.task_type not in self._unknown_types:
+            try:
+                self._executor.start(claim)
+                self.busy += 1
+                return
+            except (RuntimeError, OSError) as error:
+                log.error("cannot start a handler, left to other workers: error=%r", str(error))
+        elif claim.task_type not in self._unknown_types:
             self._unknown_types.add(claim.task_type)
             log.warning("no handler, left to other workers: task_type=%s", claim.task_type)
         delay = timedelta(seconds=random.uniform(*UNKNOWN_TYPE_SECONDS))

@@ -68,7 +68,7 @@ class Metrics:
             if port is not None:
                 try:
                     server, _ = start_http_server(port, host, self.registry)
-                except OSError as error:
+                except (OSError, UnicodeError) as error:
                     log.error("no metrics page: port=%d error=%r", port, str(error))
                 else:
                     at_end.callback(server.server_close)

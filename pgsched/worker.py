@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -66,6 +67,7 @@ class Worker:
     _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
     _inbox: Inbox = field(default_factory=Inbox, init=False, repr=False)
     _stop_by: float | None = field(default=None, init=False, repr=False)
+    _running: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check()
@@ -76,7 +78,7 @@ class Worker:
             (not isinstance(self.queues, str), f"queues: give a list, such as [{self.queues!r}]"),
             (0 < len(self.queues) == len(set(self.queues)), "queues: name at least one, each once"),
             (all(map(_is_name, self.queues)), "queues: 1 to 63 bytes, no control characters"),
-            (1 <= self.concurrency <= 10_000, "concurrency: 1 to 10000"),
+            (self.concurrency in range(1, 10_001), "concurrency: 1 to 10000"),
             (1 <= self.lease <= 86_400, "lease: 1 to 86400 seconds"),
             (0 < self.poll_interval <= 3600, "poll_interval: above 0, at most 3600 seconds"),
             (0 <= self.grace <= 86_400, "grace: 0 to 86400 seconds"),
@@ -96,6 +98,9 @@ class Worker:
 
         Raises pgsched.InvalidArgument when the type has a handler already.
         """
+
+        if not isinstance(task_type, str):
+            raise InvalidArgument('name the type: @worker.task("send_mail")')
 
         def register(handler: H) -> H:
             if task_type in self._handlers:
@@ -120,14 +125,25 @@ class Worker:
         Returns how many handlers still run: none, unless the grace was over or a second signal
         came. Their tasks are left to their leases. Never ends because the database is away: it
         reconnects, for ever. Raises pgsched.SchemaError when the database answers but the schema is
-        not there or may not be used.
+        not there or may not be used, RuntimeError when this very worker is running already.
         """
+        self._check()  # the options may have been changed since
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this worker is running already")
+        try:
+            return self._run()
+        finally:
+            # What handlers that still run have to say is not for the next run.
+            self._inbox, self._stop_by = Inbox(), None
+            self._running.release()
+
+    def _run(self) -> int:
         # prometheus_client takes a tenth of a second to import: not for those who only enqueue.
         from pgsched.loop import Loop
         from pgsched.metrics import Metrics
 
-        self._check()  # the options may have been changed since
-        name = f"{socket.gethostname()[:32]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        host = re.sub(r"[^!-~]", "?", socket.gethostname())[:32]
+        name = f"{host}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         metrics = Metrics(self.concurrency)
         loop = Loop(self, name, self._handlers, metrics, self._inbox)
         # A thread of its own: no server that does not answer keeps this one from its signals.
@@ -175,6 +191,7 @@ def _is_name(text: str) -> bool:
 
 def _fulfil(promise: Future[None], call: Callable[[], None]) -> None:
     try:
-        promise.set_result(call())
+        call()
+        promise.set_result(None)
     except BaseException as error:
         promise.set_exception(error)

@@ -555,11 +555,11 @@ begin
     returning t.*)
   select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
          c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
-         case when v_counts then 16 * (
+         case when v_counts then 16 * greatest(0, (
            select pgsched._due_up_to(p_queue, l.priority, l.run_at, l.id, v_now)
              from claimed as l
             order by l.priority desc, l.run_at desc, l.id desc
-            limit 1) - 16 * (select count(*) from claimed)
+            limit 1) - (select count(*) from claimed))
          else 0 end
     from claimed as c
    order by c.priority, c.run_at, c.id;
