@@ -14,7 +14,7 @@ help: ## this list
 demo: .venv/demo.done ## a minute of real work on a private PostgreSQL
 	@exec $(BIN)/pgsched demo
 
-test: .venv/dev.done .venv/pgtap/pgtap.sql lint types check-migration pgtap pytest ## everything that has to pass
+test: .venv/pgtap/pgtap.sql .venv/dev.done lint types check-migration pgtap pytest ## everything that has to pass
 	@tests=$$(sed -n 's/.*<testsuite .* tests="\([0-9]*\)".*/\1/p' .venv/pytest.xml); \
 	skipped=$$(sed -n 's/.*<testsuite .* skipped="\([0-9]*\)".*/\1/p' .venv/pytest.xml); \
 	[ "$$skipped" = 0 ] && skips= || skips=" ($$skipped skipped)"; \

@@ -162,6 +162,7 @@ def enqueue(
     Raises InvalidArgument, and psycopg.Error for what the database itself refuses.
     """
     for name, value, kind in (
+        ("conn", conn, psycopg.Connection),
         ("task_type", task_type, str),
         ("queue", queue, str),
         ("run_at", run_at, datetime | None),

@@ -392,7 +392,11 @@ class _Demo:
             ("retried", endings["retried"], "failed at the first attempt, as planned"),
             ("reaped", endings["reaped"], f"{len(self.held)} of them from the killed worker"),
             ("tasks/s", f"{half / ends[half - 1]:.0f}", "by two workers, before the kill"),
-            ("", f"{len(rows) / ends[-1]:.0f}", f"in all, the last done after {ends[-1]:.1f} s"),
+            (
+                "",
+                f"{len(rows) / ends[-1]:.0f}",
+                f"in all {ends[-1]:.1f} s, waits for leases included",
+            ),
             ("latency", _latency(at_once), "p50 / p99 from due to done, of the tasks due at once"),
             ("", _latency(later), f"p50 / p99 of the {len(later)} tasks due later"),
             (

@@ -51,7 +51,8 @@ def from_database(error: psycopg.Error) -> Exception:
     if kind is None:
         return error
     if kind is SchemaError:
-        return SchemaError(f"{error.diag.message_primary}: run pgsched migrate, or grant the right")
+        cure = "grant the right" if error.sqlstate == "42501" else "run pgsched migrate"
+        return SchemaError(f"{error.diag.message_primary}: {cure}")
     hint = error.diag.message_hint
     return kind(f"{error.diag.message_primary}{f' ({hint})' if hint else ''}")
 

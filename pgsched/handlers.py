@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import inspect
 import json
+import logging
 import queue
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,6 +39,8 @@ class Outcome:
     delay: timedelta | None = None
     permanent: bool = False
 
+
+log = logging.getLogger("pgsched")
 
 Inbox = queue.SimpleQueue[Outcome | None]
 """What handlers' threads and signal handlers tell the loop; None: stop. Its put never deadlocks, as
@@ -191,5 +195,11 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
         return Outcome(claim, "released", delay=delay)
     if not isinstance(error, Retry):
         delay = None
-    permanent = isinstance(error, Fail)
-    return Outcome(claim, "failed", error=error_text(error), delay=delay, permanent=permanent)
+    text = error_text(error)
+    told = isinstance(error, Fail | Retry)
+    log.warning(
+        "attempt failed: task=%d task_type=%s attempt=%d/%d error=%r%s",
+        *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, text[:200]),
+        "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip(),
+    )
+    return Outcome(claim, "failed", error=text, delay=delay, permanent=isinstance(error, Fail))

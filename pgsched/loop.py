@@ -92,7 +92,8 @@ class Loop:
 
     def run(self) -> None:
         """Until stopped; see Worker.run."""
-        log.info("started: worker=%s queues=%s", self._name, ",".join(self._settings.queues))
+        queues, types = ",".join(self._settings.queues), ",".join(self._handlers)
+        log.info("started: worker=%s queues=%s task_types=%s", self._name, queues, types)
         connection: Connection | None = None
         deadline: float | None = None
         failures = 0
@@ -149,6 +150,7 @@ class Loop:
             except psycopg.ProgrammingError as error:
                 connection.close()
                 raise from_database(error) from error
+        log.info("connected: worker=%s", self._name)
         return connection
 
     def _turn(self, connection: Connection) -> float:
@@ -351,7 +353,8 @@ class Loop:
         self._unreported.pop(claim.token, None)
         task_type = claim.task_type if claim.task_type in self._handlers else ""
         self._metrics.outcomes.labels(claim.queue, task_type, how).inc()
-        log.debug(
+        log.log(
+            logging.ERROR if how == "failed" else logging.DEBUG,
             "ended: task=%d task_type=%s attempt=%d outcome=%s",
             *(claim.id, claim.task_type, claim.attempt, how),
         )

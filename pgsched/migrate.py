@@ -7,7 +7,7 @@ installer leaves nothing behind, any number may run at once, and a transaction-m
 import glob
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,10 +43,10 @@ def migrate(dsn: str) -> list[str]:
 
     Returns the ids of the migrations that this call applied, in order; empty when up to date.
 
-    Raises MigrationError when a right is missing, when the schema is newer than this package or
-    was not installed by migrations, and when the package lacks its migrations. Raises
-    psycopg.OperationalError when the server cannot be reached, and whatever psycopg.Error a
-    migration meets; that migration is then undone, those before it stay.
+    Raises MigrationError when a right is missing, when the schema is newer than this package, and
+    when the package lacks its migrations. Raises psycopg.OperationalError when the server cannot be
+    reached, and whatever psycopg.Error a migration meets; that migration is then undone, those
+    before it stay.
     """
     # Escaped, since yoyo takes a pattern.
     migrations = list(topological_sort(read_migrations(glob.escape(str(MIGRATIONS)))))
@@ -56,7 +56,7 @@ def migrate(dsn: str) -> list[str]:
     with _Backend(dsn, default_migration_table) as backend:
         backend.check_rights()
         with backend.locked():
-            backend.prepare()
+            backend.prepare(migrations)
             if unknown := backend.applied_ids() - {migration.id for migration in migrations}:
                 raise MigrationError(
                     f"schema pgsched is newer than this package, which lacks"
@@ -106,19 +106,22 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
             self.connection.execute("select pg_advisory_xact_lock(%s, %s)", MIGRATION_LOCK)
             yield
 
-    def prepare(self) -> None:
-        """Create the schema and yoyo's tables in it, as far as they are missing."""
+    def prepare(self, migrations: Sequence[Migration]) -> None:
+        """Create the schema and yoyo's tables in it, as far as they are missing.
+
+        A schema that psql installed is taken over: the migrations up to its version are marked.
+        """
         # Not "if not exists", which asks for CREATE on the database of an owner who upgrades.
         [(schema,)] = self.connection.execute("select to_regnamespace('pgsched')::text")
         if schema is None:
             self.connection.execute("create schema pgsched")
         tables = self.list_tables()
-        if "scheduled_tasks" in tables and self.migration_table not in tables:
-            raise MigrationError(
-                "schema pgsched was installed without migrations (psql -f schema.sql?): tell yoyo"
-                " with `yoyo mark` what it holds, up to select pgsched.schema_version()"
-            )
         upgrade(self)
+        if "scheduled_tasks" in tables and self.migration_table not in tables:
+            [(version,)] = self.connection.execute("select pgsched.schema_version()")
+            for migration in migrations:
+                if migration.id.partition(".")[0] <= version:
+                    self.mark_one(migration)
 
     def applied_ids(self) -> set[str]:
         rows = self.connection.execute("select migration_id from pgsched._yoyo_migration")

@@ -14,7 +14,8 @@ from pgsched.embedded import EmbeddedError, Server, find_binaries
 
 # Prints the server's folder and pid and its guard's pid, then sleeps.
 OWNER = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
 from pgsched.embedded import Server
 with Server(settings={"fsync": "off"}) as server:
     pid = (server.folder / "data" / "postmaster.pid").read_text().split()[0]

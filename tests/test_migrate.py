@@ -265,11 +265,19 @@ def test_a_newer_schema_is_left_alone(
     assert marks(empty) == ["0001.a", "0002.b"]
 
 
-def test_a_schema_that_psql_installed_is_left_alone_until_yoyo_knows_it(dsn: str) -> None:
-    with pytest.raises(MigrationError, match="yoyo mark"):
-        migrate(dsn)
-    yoyo("mark", dsn)
+def test_a_schema_that_psql_installed_is_taken_over(dsn: str, conn: psycopg.Connection) -> None:
     assert migrate(dsn) == []
+    assert marks(conn) == IDS
+    assert migrate(dsn) == []
+
+
+def test_what_psql_did_not_install_yet_is_applied(
+    dsn: str, conn: psycopg.Connection, migrations: Path
+) -> None:
+    (migrations / "0001.initial.sql").write_text("select 1 / 0;")
+    (migrations / "0002.later.sql").write_text("create table pgsched.later ();")
+    assert migrate(dsn) == ["0002.later"]
+    assert marks(conn) == ["0001.initial", "0002.later"]
 
 
 def test_a_package_without_migrations_says_so(installer: str, migrations: Path) -> None:
