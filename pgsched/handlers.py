@@ -195,11 +195,13 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
         return Outcome(claim, "released", delay=delay)
     if not isinstance(error, Retry):
         delay = None
-    text = error_text(error)
     told = isinstance(error, Fail | Retry)
-    log.warning(
-        "attempt failed: task=%d task_type=%s attempt=%d/%d error=%r%s",
-        *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, text[:200]),
-        "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip(),
-    )
-    return Outcome(claim, "failed", error=text, delay=delay, permanent=isinstance(error, Fail))
+    # The application's logging may raise. No message here, it may quote the payload: last_error.
+    with contextlib.suppress(Exception):
+        log.warning(
+            "attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s",
+            *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__),
+            "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip(),
+        )
+    permanent = isinstance(error, Fail)
+    return Outcome(claim, "failed", error=error_text(error), delay=delay, permanent=permanent)
