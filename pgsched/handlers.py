@@ -201,7 +201,7 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
         log.warning(
             "attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s",
             *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__),
-            "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip(),
+            "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip(),
         )
     permanent = isinstance(error, Fail)
     return Outcome(claim, "failed", error=error_text(error), delay=delay, permanent=permanent)

