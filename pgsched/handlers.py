@@ -51,11 +51,10 @@ def error_text(error: BaseException) -> str:
     """Type and message of any exception, as text that PostgreSQL can store."""
     name = type(error).__name__
     try:
-        message = str(error)[:ERROR_LENGTH]
-        text = f"{name}: {message}" if message else name
-        return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()[:ERROR_LENGTH]
+        text = f"{name}: {error!s}".removesuffix(": ")  # a plain str, whatever __str__ returns
     except BaseException as broken:
-        return f"{name}: (its message cannot be read: {type(broken).__name__})"
+        text = f"{name}: (its message cannot be read: {type(broken).__name__})"
+    return text[:ERROR_LENGTH].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 class Executor:
@@ -186,22 +185,26 @@ def _completed(claim: Claim, result: Any) -> Outcome:
 
 def _ended_by(claim: Claim, error: BaseException) -> Outcome:
     """Never raises: an outcome that got lost would hold its slot, and its lease, for ever."""
+    delay = None
     try:
-        delay = getattr(error, "delay", None)
-        delay = delay if isinstance(delay, timedelta) else None
+        if isinstance(error, Snooze | Retry):
+            with contextlib.suppress(BaseException):
+                delay = error.delay if isinstance(error.delay, timedelta) else None
+        if isinstance(error, Snooze) and delay is not None:
+            return Outcome(claim, "released", delay=delay)
+        _log_failure(claim, error)
+        if isinstance(error, Retry):
+            return Outcome(claim, "failed", error=error_text(error), delay=delay)
+        return Outcome(claim, "failed", error=error_text(error), permanent=isinstance(error, Fail))
     except BaseException:
-        delay = None
-    if isinstance(error, Snooze) and delay is not None:
-        return Outcome(claim, "released", delay=delay)
-    if not isinstance(error, Retry):
-        delay = None
+        return Outcome(claim, "failed", error="an exception that cannot be read")
+
+
+def _log_failure(claim: Claim, error: BaseException) -> None:
+    """Says where it came from, not its message, which may quote the payload: see last_error."""
     told = isinstance(error, Fail | Retry)
-    # The application's logging may raise. No message here, it may quote the payload: last_error.
-    with contextlib.suppress(Exception):
-        log.warning(
-            "attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s",
-            *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__),
-            "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip(),
-        )
-    permanent = isinstance(error, Fail)
-    return Outcome(claim, "failed", error=error_text(error), delay=delay, permanent=permanent)
+    log.warning(
+        "attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s",
+        *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__),
+        "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip(),
+    )

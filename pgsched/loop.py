@@ -27,11 +27,15 @@ RETRY_SECONDS = (0.1, 5.0)
 """Wait before what failed is tried again, and, doubling, at most before each further time."""
 BUSY_SECONDS = 0.05
 """Wait before an outcome whose row another transaction had locked is reported again."""
+REFUSED_SECONDS = 1.0
+"""Wait before an outcome that the database refused for now is reported again."""
 UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
 """How long a task that has no handler here is left to other workers."""
 
 REFUSED = ("22", "23", "54", "P0", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
+NOTHING_GOES = ("08", "25", "40", "42", "53", "57P", "58")
+"""Classes of SQLSTATE that say no to whatever is asked now; any other is about what was asked."""
 
 T = TypeVar("T")
 
@@ -212,8 +216,10 @@ class Loop:
                     self._settle(outcome.claim, "completed")
                 elif answer in ("stale", "gone"):
                     self._lose(outcome.claim)
-                else:
-                    rest = BUSY_SECONDS
+                elif answer == "busy":
+                    rest = max(rest, BUSY_SECONDS)
+                elif answer == "refused":
+                    rest = REFUSED_SECONDS
         for outcome in self._of_kind("failed") + self._of_kind("released"):
             if time.monotonic() >= self._extension.at:
                 break
@@ -223,15 +229,18 @@ class Loop:
             except psycopg.errors.LockNotAvailable:
                 # To the end of the line: it must not hold up the others, nor any lease.
                 self._unreported[claim.token] = self._unreported.pop(claim.token)
-                rest = BUSY_SECONDS
+                rest = max(rest, BUSY_SECONDS)
                 break
             except psycopg.Error as error:
                 if isinstance(from_database(error), ClaimLost | TaskNotFound):
                     self._lose(claim)
-                elif _refuses(error):
+                elif _is(error, REFUSED):
                     self._simplify(outcome, error)
-                else:
+                elif connection.closed or _is(error, NOTHING_GOES):
                     raise
+                else:
+                    log.warning("not accepted: task=%d error=%r", claim.id, error_text(error))
+                    rest = REFUSED_SECONDS
             else:
                 self._settle(claim, status)
         return time.monotonic() + rest
@@ -261,6 +270,7 @@ class Loop:
         self._unreported[claim.token] = outcome
 
     def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> Sequence[str]:
+        """What became of each; an outcome that is refused alone is found by halving the batch."""
         if time.monotonic() >= self._extension.at:
             return ["busy"] * len(batch)
         try:
@@ -270,20 +280,20 @@ class Loop:
                 [outcome.result for outcome in batch],
             )
         except psycopg.Error as error:
-            # A result that jsonb cannot hold (a NUL, too deep), or all that is too much for one
-            # statement_timeout: halve the batch, so that all others count.
-            if not _refuses(error) and (
-                len(batch) == 1 or not isinstance(error, psycopg.errors.QueryCanceled)
-            ):
+            if connection.closed or _is(error, NOTHING_GOES):
                 raise
             if half := len(batch) // 2:
                 first, second = batch[:half], batch[half:]
                 return [*self._complete(connection, first), *self._complete(connection, second)]
             [outcome] = batch
+            if not _is(error, REFUSED):
+                log.warning("not accepted: task=%d error=%r", outcome.claim.id, error_text(error))
+                return ["refused"]
+            # A result that jsonb cannot hold: a NUL, too deep.
             self._unreported[outcome.claim.token] = replace(
                 outcome, kind="failed", result=None, error=f"result refused: {error_text(error)}"
             )
-            return ["refused"]
+            return ["failed"]
 
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
@@ -382,8 +392,8 @@ class Loop:
             log.warning("not signed off: error=%r", error_text(error))
 
 
-def _refuses(error: psycopg.Error) -> bool:
-    return error.sqlstate is not None and error.sqlstate[:2] in REFUSED
+def _is(error: psycopg.Error, classes: tuple[str, ...]) -> bool:
+    return (error.sqlstate or "08").startswith(classes)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
