@@ -5,16 +5,15 @@ The environment variable PGSCHED_PG_BIN chooses the server's version.
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
+from workers import install
 
+from pgsched import loop
 from pgsched.embedded import Server
-
-SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
 
 _numbers = itertools.count(1)
 
@@ -36,9 +35,7 @@ def server() -> Iterator[Server]:
 def template(server: Server) -> str:
     """The name of a database with the schema, installed with psql as a user would."""
     name = "pgsched_template"
-    server.create_database(name)
-    options = ["-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", name]
-    server.run("psql", *options, "-f", SCHEMA, check=True)
+    install(server, server.create_database(name))
     return name
 
 
@@ -69,3 +66,9 @@ def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection]]:
 def conn(connect: Callable[..., psycopg.Connection]) -> psycopg.Connection:
     """An autocommit connection to this test's database."""
     return connect()
+
+
+@pytest.fixture
+def reaping_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of this process reap five times a second."""
+    monkeypatch.setattr(loop, "REAP_SECONDS", 0.2)

@@ -32,16 +32,11 @@ from workers import (
     wait_until,
 )
 
-from pgsched import InvalidArgument, Retry, Snooze, Task, Worker, calls, enqueue, loop
+from pgsched import InvalidArgument, Retry, Snooze, Task, Worker, calls, enqueue
 
 Connect = Callable[..., psycopg.Connection]
 
 SESSION = "application_name like 'pgsched %' and datname = current_database()"
-
-
-@pytest.fixture
-def reaping_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "REAP_SECONDS", 0.2)
 
 
 def assert_no_lease_ends(conn: psycopg.Connection, until: Callable[[], object]) -> None:

@@ -14,9 +14,23 @@ from typing import Any, NamedTuple
 import psycopg
 
 from pgsched import Worker
+from pgsched.embedded import Server
+
+SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
 
 PATIENCE = 30.0
 """Seconds that a test waits for what has to happen, on a machine that is slow today."""
+
+
+def install(server: Server, dsn: str) -> None:
+    """Install the schema with psql."""
+    server.run("psql", "-Xqv", "ON_ERROR_STOP=1", "-f", SCHEMA, dsn, check=True)
+
+
+def ask(dsn: str, query: str) -> list[Any]:
+    """The first column of a query's rows, over a connection of its own."""
+    with psycopg.connect(dsn) as conn:
+        return [value for (value,) in conn.execute(query.encode())]
 
 
 class Row(NamedTuple):
