@@ -24,8 +24,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 CONNECTION: dict[str, Any] = {
     "connect_timeout": 10,
-    # psycopg returns the text of an SQL_ASCII database as bytes otherwise.
-    "client_encoding": "utf8",
     # A server that fell silent is given up after about ten seconds, not after hours.
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -123,6 +121,9 @@ def connect(dsn: str, *, application_name: str) -> Connection:
             dsn,
             autocommit=True,
             prepare_threshold=None,
+            # Whatever the DSN says: errors and results may hold any character, and of an SQL_ASCII
+            # database psycopg returns text as bytes otherwise.
+            client_encoding="utf8",
             fallback_application_name=application_name[:63],
             **{name: value for name, value in CONNECTION.items() if name not in given},
         )

@@ -86,9 +86,9 @@ def worker_command(app: str, verbose: bool, **options: Any) -> None:
         if value not in (None, ()):
             setattr(worker, name, value)
     running = worker.run()
-    # Nothing is left to be stopped; the default of a third signal would spoil the exit code.
+    # A further signal must neither spoil the exit code nor wait for threads that handlers made.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: os._exit(0))
     if running:
         # What still runs would keep the interpreter from ending, as asyncio.to_thread's threads do.
         logging.shutdown()

@@ -70,7 +70,8 @@ class Executor:
         self._handlers = handlers
         self._threads = threads
         self._done = done
-        self._work: queue.SimpleQueue[Claim] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
+        self._spawned = 0
         self._idle = threading.Semaphore(0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
@@ -89,9 +90,9 @@ class Executor:
                 self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
             self._loop.call_soon_threadsafe(self._start_coroutine, claim)
             return
-        if not self._idle.acquire(blocking=False) and self._threads:
+        if not self._idle.acquire(blocking=False) and self._spawned < self._threads:
             self._spawn(self._run_functions, "pgsched-handler")
-            self._threads -= 1
+            self._spawned += 1
         self._work.put(claim)
 
     def cancel(self, token: UUID) -> None:
@@ -100,7 +101,9 @@ class Executor:
             self._loop.call_soon_threadsafe(self._cancel_coroutine, token)
 
     def close(self) -> None:
-        """Cancel the coroutines that still run and end their loop; functions are left alone."""
+        """Cancel what runs on the event loop and end that; functions may run to their end."""
+        for _ in range(self._spawned):
+            self._work.put(None)
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._begin_end)
             self._loop_thread.join(2 * CANCEL_SECONDS)
@@ -111,8 +114,7 @@ class Executor:
         return thread
 
     def _run_functions(self) -> None:
-        while True:
-            claim = self._work.get()
+        while claim := self._work.get():
             try:
                 outcome = _completed(claim, self._handlers[claim.task_type](_task(claim)))
             # Also SystemExit and KeyboardInterrupt: a handler ends its task, not the worker.

@@ -34,6 +34,8 @@ UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
 
 REFUSED = ("22", "23", "54", "P0", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
+USELESS = ("08", "25", "57P")
+"""Classes of SQLSTATE that a new connection may cure: it is broken, or its server read-only."""
 NOTHING_GOES = ("08", "25", "40", "42", "53", "57P", "58")
 """Classes of SQLSTATE that say no to whatever is asked now; any other is about what was asked."""
 
@@ -104,6 +106,7 @@ class Loop:
         wait = 0.0
         while True:
             self._receive(wait)
+            self._metrics.slots_busy.set(self.busy)
             if self._stopping:
                 if deadline is None:
                     deadline = time.monotonic() + self._settings.grace
@@ -116,13 +119,14 @@ class Loop:
                 wait = self._turn(connection)
                 failures = 0
             except PgschedError:
+                self._executor.close()
                 raise
             except Exception as error:
                 wait = self._backoff(failures)
                 failures += 1
                 log.warning(
                     "database: error=%r retry_in=%.1fs",
-                    *(error_text(error), wait),
+                    *(_first_line(error), wait),
                     exc_info=not isinstance(error, psycopg.Error),
                 )
                 if connection is not None:
@@ -151,7 +155,7 @@ class Loop:
         if self._worker_id is None:
             try:
                 calls.schema_version(connection)
-            except psycopg.ProgrammingError as error:
+            except psycopg.Error as error:
                 connection.close()
                 raise from_database(error) from error
         log.info("connected: worker=%s", self._name)
@@ -170,14 +174,13 @@ class Loop:
                 step.at = step.act(connection)
                 step.failures = 0
             except psycopg.Error as error:
-                if connection.closed or error.sqlstate is None:
+                if connection.closed or _is(error, USELESS):
                     raise
                 wait = self._backoff(step.failures)
                 step.at = time.monotonic() + wait
                 step.failures += 1
                 name = step.act.__name__.strip("_")
-                log.warning("%s: error=%r retry_in=%.1fs", name, error_text(error), wait)
-        self._metrics.slots_busy.set(self.busy)
+                log.warning("%s: error=%r retry_in=%.1fs", name, _first_line(error), wait)
         return max(0.0, min(s.at for s in self._steps if s.wanted()) - time.monotonic())
 
     def _free(self) -> int:
@@ -209,7 +212,7 @@ class Loop:
     def _report(self, connection: Connection) -> float:
         """Tell the database how claims ended. What it has not accepted stays unreported."""
         rest = 0.0
-        for batch in _batches(self._of_kind("completed")):
+        for batch in _batches(self._of_kinds("completed")):
             for outcome, answer in zip(batch, self._complete(connection, batch), strict=True):
                 if answer in ("completed", "already"):
                     self._observe_latency(outcome.claim)
@@ -220,7 +223,7 @@ class Loop:
                     rest = max(rest, BUSY_SECONDS)
                 elif answer == "refused":
                     rest = REFUSED_SECONDS
-        for outcome in self._of_kind("failed") + self._of_kind("released"):
+        for outcome in self._of_kinds("failed", "released"):
             if time.monotonic() >= self._extension.at:
                 break
             claim = outcome.claim
@@ -239,7 +242,7 @@ class Loop:
                 elif connection.closed or _is(error, NOTHING_GOES):
                     raise
                 else:
-                    log.warning("not accepted: task=%d error=%r", claim.id, error_text(error))
+                    log.warning("not accepted: task=%d error=%r", claim.id, _first_line(error))
                     rest = REFUSED_SECONDS
             else:
                 self._settle(claim, status)
@@ -287,7 +290,7 @@ class Loop:
                 return [*self._complete(connection, first), *self._complete(connection, second)]
             [outcome] = batch
             if not _is(error, REFUSED):
-                log.warning("not accepted: task=%d error=%r", outcome.claim.id, error_text(error))
+                log.warning("not accepted: task=%d error=%r", outcome.claim.id, _first_line(error))
                 return ["refused"]
             # A result that jsonb cannot hold: a NUL, too deep.
             self._unreported[outcome.claim.token] = replace(
@@ -305,7 +308,7 @@ class Loop:
                     self._lose(claim)
                 elif answer == "busy":
                     rest = min(1.0, self._settings.lease / 10)
-                elif answer == "cancel_requested":
+                elif answer == "cancel_requested" and not claim.cancelled.is_set():
                     claim.cancelled.set()
                     self._executor.cancel(claim.token)
         return time.monotonic() + rest
@@ -354,8 +357,8 @@ class Loop:
         delay = timedelta(seconds=random.uniform(*UNKNOWN_TYPE_SECONDS))
         self._unreported[claim.token] = Outcome(claim, "released", delay=delay)
 
-    def _of_kind(self, kind: str) -> list[Outcome]:
-        return [outcome for outcome in self._unreported.values() if outcome.kind == kind]
+    def _of_kinds(self, *kinds: str) -> list[Outcome]:
+        return [outcome for outcome in self._unreported.values() if outcome.kind in kinds]
 
     def _settle(self, claim: Claim, how: str) -> None:
         """The claim is over, and counted."""
@@ -390,6 +393,10 @@ class Loop:
             connection.close()
         except psycopg.Error as error:
             log.warning("not signed off: error=%r", error_text(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return error_text(error).partition("\n")[0]
 
 
 def _is(error: psycopg.Error, classes: tuple[str, ...]) -> bool:

@@ -113,7 +113,7 @@ class Worker:
     def stop(self) -> None:
         """Claim no more; run() returns when the running handlers have ended, or after ``grace``.
 
-        May be called from any thread, and from a handler.
+        May be called from any thread, and from a handler; before run(), that returns at once.
         """
         if self._stop_by is None:
             self._stop_by = time.monotonic() + self.grace + PATIENCE
@@ -183,9 +183,11 @@ class Worker:
                 signal.signal(number, handler)
 
 
-def _is_name(text: str) -> bool:
-    return 1 <= len(text.encode()) <= 63 and not any(
-        unicodedata.category(character) == "Cc" for character in text
+def _is_name(text: object) -> bool:
+    return (
+        isinstance(text, str)
+        and 1 <= len(text.encode(errors="replace")) <= 63
+        and not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
     )
 
 

@@ -587,3 +587,94 @@ def test_the_decorator_without_a_type_is_refused() -> None:
         @Worker().task  # type: ignore[arg-type]
         def handler(task: Task) -> None:
             pass
+
+
+def test_a_failure_that_waits_for_a_lock_holds_up_no_other_report(
+    dsn: str, conn: psycopg.Connection, connect: Connect
+) -> None:
+    worker = quick(dsn, concurrency=3)
+    gate = Event()
+
+    @worker.task("end")
+    def end(task: Task) -> None:
+        gate.wait(PATIENCE)
+        raise ValueError("no") if task.payload == "fails" else Snooze(timedelta(hours=1))
+
+    failing = enqueue(conn, "end", "fails", max_attempts=1)
+    snoozing = [enqueue(conn, "end", "snoozes") for _ in range(6)]
+    other = connect()
+    with running(worker):
+        wait_until(lambda: count(conn, "processing") == 3)
+        with other.transaction():
+            lock = "select from pgsched.scheduled_tasks where id = %s for update"
+            other.execute(lock, [failing])
+            gate.set()
+            for task_id in snoozing:
+                assert wait_for_delay(conn, task_id).attempt == 0
+            assert row(conn, failing).status == "processing"
+        wait_for(conn, failing, "failed")
+
+
+def test_a_session_that_is_read_only_is_replaced(dsn: str, conn: psycopg.Connection) -> None:
+    worker = quick(dsn)
+    worker.task("noop")(lambda task: None)
+    read_only = f"alter database {conn.info.dbname} set default_transaction_read_only"
+    conn.execute(f"{read_only} = on".encode())
+    task_id = enqueue(conn, "noop")
+    with running(worker):
+        look = f"select pid from pg_stat_activity where {SESSION}".encode()
+        wait_until(lambda: conn.execute(look).fetchall())
+        conn.execute(f"{read_only} = off".encode())
+        wait_for(conn, task_id, "completed")
+
+
+def test_the_encoding_of_the_dsn_takes_no_character_away(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(f"{dsn}&client_encoding=latin1")
+
+    @worker.task("euro")
+    def euro(task: Task) -> None:
+        raise ValueError("\N{EURO SIGN}")
+
+    task_id = enqueue(conn, "euro", max_attempts=1)
+    with running(worker):
+        error = wait_for(conn, task_id, "failed").last_error
+    assert error == "ValueError: \N{EURO SIGN}"
+
+
+def test_a_cancelled_coroutine_may_clean_up_for_longer_than_a_lease(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(dsn, lease=1)
+    cancellations: Counter[int] = Counter()
+
+    @worker.task("clean")
+    async def clean(task: Task) -> None:
+        try:
+            await asyncio.sleep(PATIENCE)
+        except asyncio.CancelledError:
+            for _ in range(3):
+                cancellations[task.id] += 1
+                await asyncio.sleep(0.4)
+            raise
+
+    task_id = enqueue(conn, "clean")
+    with running(worker):
+        wait_for(conn, task_id, "processing")
+        request = "update pgsched.scheduled_tasks set cancel_requested_at = now() where id = %s"
+        conn.execute(request, [task_id])
+        wait_for(conn, task_id, "cancelled")
+    assert cancellations[task_id] == 3
+
+
+def test_the_threads_of_a_run_end_with_it(dsn: str, conn: psycopg.Connection) -> None:
+    worker = quick(dsn, concurrency=4)
+    together = Barrier(4)
+    worker.task("meet")(lambda task: together.wait(PATIENCE))
+    for _ in range(2):
+        ids = [enqueue(conn, "meet") for _ in range(4)]
+        with running(worker):
+            for task_id in ids:
+                wait_for(conn, task_id, "completed")
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "pgsched-handler"])
