@@ -19,9 +19,10 @@ from pgsched.errors import Fail, InvalidArgument, Retry, Snooze
 
 Handler = Callable[[Task], Any | Awaitable[Any]]
 
+log = logging.getLogger("pgsched")
+
 ERROR_LENGTH = 8192
 """Characters of an error that are sent to the database, which keeps as many bytes."""
-
 RESULT_LENGTH = 1_048_576
 """Bytes of a result's JSON: a batch of a hundred has to fit in one message."""
 CANCEL_SECONDS = 1.0
@@ -39,8 +40,6 @@ class Outcome:
     delay: timedelta | None = None
     permanent: bool = False
 
-
-log = logging.getLogger("pgsched")
 
 Inbox = queue.SimpleQueue[Outcome | None]
 """What handlers' threads and signal handlers tell the loop; None: stop. Its put never deadlocks, as

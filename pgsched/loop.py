@@ -154,10 +154,11 @@ class Loop:
         connection = calls.connect(self._settings.dsn, application_name=f"pgsched {self._name}")
         if self._worker_id is None:
             try:
-                calls.schema_version(connection)
-            except psycopg.Error as error:
+                with calls.translated():
+                    calls.schema_version(connection)
+            except Exception:
                 connection.close()
-                raise from_database(error) from error
+                raise
         log.info("connected: worker=%s", self._name)
         return connection
 

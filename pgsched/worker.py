@@ -25,7 +25,6 @@ H = TypeVar("H", bound=Handler)
 
 log = logging.getLogger("pgsched")
 
-
 PATIENCE = 1.0
 """Seconds after the grace that a server which does not answer gets."""
 
@@ -98,7 +97,6 @@ class Worker:
 
         Raises pgsched.InvalidArgument when the type has a handler already.
         """
-
         if not isinstance(task_type, str):
             raise InvalidArgument('name the type: @worker.task("send_mail")')
 

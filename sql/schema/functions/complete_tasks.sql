@@ -29,7 +29,7 @@ begin
       from unnest(p_ids, p_claim_tokens, p_results)
              with ordinality as g (id, claim_token, result, position)),
   locked as materialized (
-    select t.id, t.claim_token
+    select t.id
       from pgsched.scheduled_tasks as t
      where t.id = any (p_ids)
        and exists (
