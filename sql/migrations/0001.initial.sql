@@ -15,13 +15,20 @@ create table pgsched.queues (
   retry_delay       interval,
   retry_delay_max   interval,
   max_payload_bytes integer,
+  keep_completed    interval,
+  keep_failed       interval,
+  notify            boolean  not null default true,
   constraint queues_pkey primary key (name),
   constraint queues_max_attempts_check check (max_attempts >= 1),
   constraint queues_retry_delay_check check (
     date_part('epoch', retry_delay) between 0 and 31536000),
   constraint queues_retry_delay_max_check check (
     date_part('epoch', retry_delay_max) between 0 and 31536000),
-  constraint queues_max_payload_bytes_check check (max_payload_bytes between 2 and 268435455)
+  constraint queues_max_payload_bytes_check check (max_payload_bytes between 2 and 268435455),
+  constraint queues_keep_completed_check check (
+    date_part('epoch', keep_completed) between 0 and 3155760000),
+  constraint queues_keep_failed_check check (
+    date_part('epoch', keep_failed) between 0 and 3155760000)
 );
 
 comment on table pgsched.queues is
@@ -37,6 +44,14 @@ comment on column pgsched.queues.retry_delay_max is
   'No wait after a failed attempt is longer than this; 0 to 365 days. Default 1 hour.';
 comment on column pgsched.queues.max_payload_bytes is
   'Longest payload, in bytes of its text form. Default 1048576 (1 MiB).';
+comment on column pgsched.queues.keep_completed is
+  'prune_finished deletes completed tasks that are older; 0 to 100 years, 0: they are not even '
+  'stored. Default 1 day.';
+comment on column pgsched.queues.keep_failed is
+  'prune_finished deletes failed and cancelled tasks that are older; 0 to 100 years. '
+  'Default 30 days.';
+comment on column pgsched.queues.notify is
+  'False: enqueuing never sends a NOTIFY to the listeners of this queue.';
 
 -- Rows are updated twice in a short life: room on the page keeps a lease extension HOT, and a
 -- low threshold makes autovacuum come for thousands of dead rows, not for a share of a big table.
@@ -85,7 +100,7 @@ create unique index scheduled_tasks_unique_key_idx
 comment on table pgsched.scheduled_tasks is
   'Live tasks: waiting for their time, due, or being worked on. Small and hot.';
 comment on column pgsched.scheduled_tasks.status is
-  'queued: due at run_at. -> processing by claim_task. '
+  'queued: due at run_at. -> processing by claim_task; -> finished_tasks by cancel_task. '
   'processing: claimed. -> queued by fail_task, release_task, reap_stale; -> finished_tasks by '
   'complete_task, or by those three when attempts are used up or a cancel was requested.';
 comment on column pgsched.scheduled_tasks.priority is
@@ -134,16 +149,17 @@ create table pgsched.finished_tasks (
   constraint finished_tasks_status_check check (status in ('completed', 'failed', 'cancelled'))
 );
 
-create index finished_tasks_finished_at_idx on pgsched.finished_tasks (finished_at);
-
-create index finished_tasks_failed_idx
-    on pgsched.finished_tasks (queue, finished_at) where status = 'failed';
+-- Serves prune_finished, which finds what is oldest in each queue, and the counts of queue_stats.
+create index finished_tasks_finished_at_idx
+    on pgsched.finished_tasks (status, queue, finished_at);
 
 comment on table pgsched.finished_tasks is
-  'Tasks that will not run again: written once, when a task leaves scheduled_tasks.';
+  'Tasks that ended: written once, when a task leaves scheduled_tasks. retry_task moves a task '
+  'back, prune_finished deletes it.';
 comment on column pgsched.finished_tasks.status is
-  'completed: by complete_task. failed: attempts used up, or permanent (the dead letters). '
-  'cancelled: a cancel was requested before it ended.';
+  'completed: by complete_task. failed: attempts used up, or permanent (the dead letters); '
+  'cancelled: by cancel_task, or a cancel was requested before it ended; both -> queued by '
+  'retry_task.';
 comment on column pgsched.finished_tasks.claim_token is
   'Of the claim that ended it: a repeated completion is known by it.';
 comment on column pgsched.finished_tasks.result is
@@ -169,6 +185,19 @@ comment on column pgsched.workers.slots is
 comment on column pgsched.workers.seen_at is
   'When the worker last called register_worker.';
 
+create table pgsched.listeners (
+  queue     text   not null,
+  worker_id bigint not null,
+  constraint listeners_pkey primary key (queue, worker_id),
+  constraint listeners_worker_id_fkey foreign key (worker_id)
+    references pgsched.workers (id) on delete cascade
+);
+
+create index listeners_worker_id_idx on pgsched.listeners (worker_id);
+
+comment on table pgsched.listeners is
+  'Which worker listens for new tasks of which queue: enqueuing sends a NOTIFY only to those.';
+
 revoke all on all tables in schema pgsched from public;
 revoke all on all sequences in schema pgsched from public;
 
@@ -191,21 +220,40 @@ comment on view pgsched.tasks is 'Every task, live and finished; a task is in ex
 
 revoke all on pgsched.tasks from public;
 
--- Checks that several functions share. They run inside functions that pin search_path, and return
--- the checked value, since PL/pgSQL evaluates an assignment several times faster than a perform.
+-- Checks that several functions share. A fault is an array of message and hint, or null; these are
+-- single expressions, which the planner inlines. The others return the checked value, since
+-- PL/pgSQL evaluates an assignment several times faster than a perform. All run inside functions
+-- that pin search_path.
+
+create function pgsched._name_fault(p_argument text, p_value text)
+  returns text[]
+  language sql
+  immutable
+as $$
+  select case
+           when (octet_length(p_value) between 1 and 63 and p_value !~ '[[:cntrl:]]') is not true
+           then array[
+                  p_argument || ' is not a valid name: '
+                    || coalesce(quote_literal(left(p_value, 80)), 'null'),
+                  'Give 1 to 63 bytes without control characters.']
+         end
+$$;
+
+comment on function pgsched._name_fault is
+  'Null if the value is 1 to 63 bytes without control characters; else what is wrong, and a hint.';
+
+revoke all on function pgsched._name_fault from public;
 
 create function pgsched._name(p_argument text, p_value text)
   returns text
   language plpgsql
   immutable
 as $$
+declare
+  v_fault text[] := pgsched._name_fault(p_argument, p_value);
 begin
-  if (octet_length(p_value) between 1 and 63 and p_value !~ '[[:cntrl:]]') is not true then
-    raise exception using
-      errcode = 'TS400',
-      message = format('%s is not a valid name: %s', p_argument,
-                       coalesce(quote_literal(left(p_value, 80)), 'null')),
-      hint = 'Give 1 to 63 bytes without control characters.';
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = v_fault[1], hint = v_fault[2];
   end if;
   return p_value;
 end;
@@ -241,17 +289,33 @@ comment on function pgsched._lease_seconds is
 revoke all on function pgsched._lease_seconds from public;
 
 -- Years of five digits are where clients stop reading timestamps (Python's datetime ends at 9999).
+create function pgsched._run_at_fault(p_value timestamptz)
+  returns text[]
+  language sql
+  stable
+as $$
+  select case
+           when p_value = '-infinity' or p_value >= '9999-01-01 00:00:00+00'
+           then array['run_at is out of range: ' || p_value::text,
+                      'Give a time before the year 9999, or null for now.']
+         end
+$$;
+
+comment on function pgsched._run_at_fault is
+  'Null if the value is null or a time before the year 9999; else what is wrong, and a hint.';
+
+revoke all on function pgsched._run_at_fault from public;
+
 create function pgsched._run_at(p_value timestamptz)
   returns timestamptz
   language plpgsql
-  immutable
+  stable
 as $$
+declare
+  v_fault text[] := pgsched._run_at_fault(p_value);
 begin
-  if p_value in ('infinity', '-infinity') or p_value >= '9999-01-01 00:00:00+00' then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_run_at is out of range: %s', p_value),
-      hint = 'Give a time before the year 9999, or null for now.';
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
   return p_value;
 end;
@@ -261,6 +325,57 @@ comment on function pgsched._run_at is
   'The value, if it is null or a time before the year 9999; else TS400.';
 
 revoke all on function pgsched._run_at from public;
+
+create function pgsched._priority_fault(p_value numeric)
+  returns text[]
+  language sql
+  immutable
+as $$
+  select case
+           when (p_value between 0 and 9 and p_value % 1 = 0) is not true
+           then array['priority is out of range: ' || coalesce(left(p_value::text, 80), 'null'),
+                      'Give 0 (first) to 9 (last).']
+         end
+$$;
+
+comment on function pgsched._priority_fault is
+  'Null if the value is 0 to 9 without a fraction; else what is wrong, and a hint.';
+
+revoke all on function pgsched._priority_fault from public;
+
+-- Numbers are numeric since JSON's are.
+create function pgsched._task_fault(
+    p_task_type text, p_payload_bytes integer, p_queue text, p_run_at timestamptz,
+    p_priority numeric, p_max_attempts numeric, p_unique_key text, p_concurrency_key text,
+    p_max_payload_bytes integer)
+  returns text[]
+  language sql
+  stable
+as $$
+  select coalesce(
+           pgsched._name_fault('task_type', p_task_type),
+           pgsched._name_fault('queue', p_queue),
+           case when p_unique_key is not null then
+             pgsched._name_fault('unique_key', p_unique_key) end,
+           case when p_concurrency_key is not null then
+             pgsched._name_fault('concurrency_key', p_concurrency_key) end,
+           pgsched._run_at_fault(p_run_at),
+           pgsched._priority_fault(p_priority),
+           case when p_max_attempts not between 1 and 2147483647 or p_max_attempts % 1 <> 0 then
+             array['max_attempts is out of range: ' || left(p_max_attempts::text, 80),
+                   'Give at least 1, or null for the default of the queue.'] end,
+           case when p_payload_bytes is null then
+             array['payload must not be null', 'Give JSON.'] end,
+           case when p_payload_bytes > p_max_payload_bytes then
+             array['payload is ' || p_payload_bytes || ' bytes long, the limit of the queue is '
+                     || p_max_payload_bytes,
+                   'Store large data elsewhere and enqueue a reference to it.'] end)
+$$;
+
+comment on function pgsched._task_fault is
+  'Null for a task that may be added; else what is wrong, beginning with the field, and a hint.';
+
+revoke all on function pgsched._task_fault from public;
 
 create function pgsched._check_batch(p_ids bigint[], p_claim_tokens uuid[])
   returns void
@@ -286,7 +401,153 @@ comment on function pgsched._check_batch is
 
 revoke all on function pgsched._check_batch from public;
 
--- How a claim ends other than by completion, which has its own statement for speed.
+-- Is a claim current, and if not, why; and the lock of whoever acts on the task.
+
+create function pgsched._raise_read_only()
+  returns void
+  language plpgsql
+as $$
+begin
+  raise exception using
+    errcode = '25006',
+    message = 'cannot change tasks in a read-only transaction',
+    hint = 'Connect to the primary server, or start a transaction that may write.';
+end;
+$$;
+
+comment on function pgsched._raise_read_only is
+  'Raises 25006, for what would take an advisory lock before it writes.';
+
+revoke all on function pgsched._raise_read_only from public;
+
+create function pgsched._lock_task(p_id bigint)
+  returns bigint
+  language plpgsql
+as $$
+begin
+  if current_setting('transaction_read_only')::boolean then
+    perform pgsched._raise_read_only();
+  end if;
+  return case when pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer) is not null
+              then p_id end;
+end;
+$$;
+
+comment on function pgsched._lock_task is
+  'The id, its task''s advisory lock held until the caller''s transaction ends; waits for it.';
+
+revoke all on function pgsched._lock_task from public;
+
+-- The task's lock first, then its row, if the claim is current.
+create function pgsched._lock_claim(p_id bigint, p_claim_token uuid)
+  returns pgsched.scheduled_tasks
+  language plpgsql
+as $$
+declare
+  v_task pgsched.scheduled_tasks;
+begin
+  p_id := pgsched._lock_task(p_id);
+  select t.*
+    into v_task
+    from pgsched.scheduled_tasks as t
+   where t.id = p_id and t.claim_token = p_claim_token
+     for update;
+  if not found then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+  return v_task;
+end;
+$$;
+
+comment on function pgsched._lock_claim is
+  'The task of a current claim, locked until the caller''s transaction ends; else TS400, TS404 or '
+  'TS409.';
+
+revoke all on function pgsched._lock_claim from public;
+
+-- One statement over both tables: a task that moves between them is seen in one of them.
+create function pgsched._status(p_id bigint)
+  returns text
+  language plpgsql
+as $$
+declare
+  v_status text;
+begin
+  if p_id is null then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_id must not be null',
+      hint = 'Give the id of a task.';
+  end if;
+  select t.status into v_status from pgsched.tasks as t where t.id = p_id;
+  if not found then
+    raise exception using
+      errcode = 'TS404',
+      message = format('there is no task %s', p_id),
+      hint = 'The id is wrong, or the finished task has been deleted.';
+  end if;
+  return v_status;
+end;
+$$;
+
+comment on function pgsched._status is
+  'Status of a task, live or finished; else TS400 or TS404.';
+
+revoke all on function pgsched._status from public;
+
+create function pgsched._raise_wrong_state(p_id bigint, p_hint text)
+  returns void
+  language plpgsql
+as $$
+declare
+  v_status text := pgsched._status(p_id);
+begin
+  raise exception using
+    errcode = 'TS423',
+    message = format('task %s is %s', p_id, v_status),
+    hint = p_hint;
+end;
+$$;
+
+comment on function pgsched._raise_wrong_state is
+  'Explains why no row had an id and a status: TS400 for a null, TS404 for an unknown task, else '
+  'TS423.';
+
+revoke all on function pgsched._raise_wrong_state from public;
+
+-- A snapshot that is older than the claim does not show it. Locking the row then raises 40001,
+-- which is the truth: whether the claim is current cannot be told in this transaction.
+create function pgsched._raise_not_current(p_id bigint, p_claim_token uuid)
+  returns void
+  language plpgsql
+as $$
+begin
+  if p_id is null or p_claim_token is null then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_id and p_claim_token must not be null',
+      hint = 'Give the id and the claim_token that claim_task returned.';
+  end if;
+  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
+    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
+    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
+  end if;
+  perform pgsched._status(p_id);
+  raise exception using
+    errcode = 'TS409',
+    message = format('this claim of task %s is not current', p_id),
+    hint = 'The claim was completed, failed or released, or its lease ended and the task was '
+           'reaped. Drop the work: another worker may have the task.';
+end;
+$$;
+
+comment on function pgsched._raise_not_current is
+  'Explains why no row had an id and a token: TS400 for a null, 40001 where the caller''s snapshot '
+  'is too old to tell, TS404 for an unknown task, else TS409.';
+
+revoke all on function pgsched._raise_not_current from public;
+
+-- How tasks end or come back, other than by completion, which has its own statement for speed.
 
 create function pgsched._finish_tasks(
     p_ids bigint[], p_errors text[], p_status text, p_now timestamptz)
@@ -334,65 +595,61 @@ comment on function pgsched._requeue_tasks is
 
 revoke all on function pgsched._requeue_tasks from public;
 
-create function pgsched._raise_not_current(p_id bigint, p_claim_token uuid)
+create function pgsched.notify_channel(p_queue text)
+  returns text
+  language sql
+  immutable
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+  select 'pgsched_' || to_hex(hashtextextended(pgsched._name('p_queue', p_queue), 0))
+$$;
+
+comment on function pgsched.notify_channel is
+  'The channel to LISTEN to for new tasks of a queue: a hash, since a name of 63 bytes leaves no '
+  'room for a prefix. A listener says so by register_listener. Raises TS400.';
+
+revoke all on function pgsched.notify_channel from public;
+
+create function pgsched.register_listener(p_worker_id bigint, p_queues text[])
   returns void
   language plpgsql
-  stable
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
 as $$
 begin
-  if p_id is null or p_claim_token is null then
+  perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
+  if p_queues is null then
     raise exception using
       errcode = 'TS400',
-      message = 'p_id and p_claim_token must not be null',
-      hint = 'Give the id and the claim_token that claim_task returned.';
+      message = 'p_queues must not be null',
+      hint = 'Give the queues that the worker listens for, an empty array for none.';
   end if;
-  if exists (select from pgsched.scheduled_tasks as t where t.id = p_id)
-     or exists (select from pgsched.finished_tasks as f where f.id = p_id) then
-    raise exception using
-      errcode = 'TS409',
-      message = format('this claim of task %s is not current', p_id),
-      hint = 'The claim was completed, failed or released, or its lease ended and the task was '
-             'reaped. Drop the work: another worker may have the task.';
-  end if;
-  raise exception using
-    errcode = 'TS404',
-    message = format('there is no task %s', p_id),
-    hint = 'The id is wrong, or the finished task has been deleted.';
-end;
-$$;
-
-comment on function pgsched._raise_not_current is
-  'Explains why no row matched an id and token: TS400 for a null, TS409 for a claim that is over, '
-  'TS404 for an unknown task.';
-
-revoke all on function pgsched._raise_not_current from public;
-
--- The task's lock first, waiting for it, then its row, if the claim is current.
-create function pgsched._lock_claim(p_id bigint, p_claim_token uuid)
-  returns pgsched.scheduled_tasks
-  language plpgsql
-as $$
-declare
-  v_task pgsched.scheduled_tasks;
-begin
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
-  select t.*
-    into v_task
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
+  perform from pgsched.workers as w where w.id = p_worker_id for key share;
   if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
+    raise exception using
+      errcode = 'TS404',
+      message = format('there is no worker %s', coalesce(p_worker_id::text, 'null')),
+      hint = 'Call register_worker first, and again when its row was deleted.';
   end if;
-  return v_task;
+
+  delete from pgsched.listeners as l
+   where l.worker_id = p_worker_id and l.queue <> all (p_queues);
+  insert into pgsched.listeners (queue, worker_id)
+  select distinct q.name, p_worker_id
+    from unnest(p_queues) as q (name)
+   order by q.name
+      on conflict do nothing;
 end;
 $$;
 
-comment on function pgsched._lock_claim is
-  'The task of a current claim, locked until the caller''s transaction ends; else TS400, TS404 or '
-  'TS409.';
+comment on function pgsched.register_listener is
+  'Says for which queues a registered worker listens now, on notify_channel of each; an empty '
+  'array: for none. Enqueuing then sends a NOTIFY to these queues. A row ends with its worker''s. '
+  'Raises TS400, TS404 (no such worker).';
 
-revoke all on function pgsched._lock_claim from public;
+revoke all on function pgsched.register_listener from public;
 
 create function pgsched.enqueue_task(
     p_task_type text,
@@ -410,59 +667,73 @@ create function pgsched.enqueue_task(
   set enable_seqscan = off
 as $$
 declare
-  v_default_attempts integer;
-  v_max_payload integer;
+  v_settings record;
+  v_fault text[];
   v_now timestamptz;
   v_id bigint;
 begin
-  p_task_type := pgsched._name('p_task_type', p_task_type);
-  p_queue := pgsched._name('p_queue', p_queue);
-  if p_unique_key is not null then
-    p_unique_key := pgsched._name('p_unique_key', p_unique_key);
-  end if;
-  if p_concurrency_key is not null then
-    p_concurrency_key := pgsched._name('p_concurrency_key', p_concurrency_key);
-  end if;
-  p_run_at := pgsched._run_at(p_run_at);
-  if (p_priority between 0 and 9) is not true then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_priority is out of range: %s', coalesce(p_priority::text, 'null')),
-      hint = 'Give 0 (first) to 9 (last).';
-  end if;
-  if p_max_attempts < 1 then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_max_attempts is out of range: %s', p_max_attempts),
-      hint = 'Give at least 1, or null for the default of the queue.';
-  end if;
-
-  select q.max_attempts, q.max_payload_bytes
-    into v_default_attempts, v_max_payload
-    from pgsched.queues as q
-   where q.name = p_queue;
-  if (octet_length(p_payload::text) <= coalesce(v_max_payload, 1048576)) is not true then
-    raise exception using
-      errcode = 'TS400',
-      message = case
-                  when p_payload is null then 'p_payload must not be null'
-                  else format('p_payload is %s bytes long, the limit of the queue is %s',
-                              octet_length(p_payload::text), coalesce(v_max_payload, 1048576))
-                end,
-      hint = 'Give JSON; store large data elsewhere and enqueue a reference to it.';
+  select coalesce(q.max_attempts, 20) as max_attempts,
+         coalesce(q.max_payload_bytes, 1048576) as max_payload_bytes,
+         coalesce(q.notify, true) and exists (
+           select from pgsched.listeners as l where l.queue = p_queue) as notify
+    into v_settings
+    from (select) as always
+    left join pgsched.queues as q on q.name = p_queue;
+  v_fault := pgsched._task_fault(
+    p_task_type, octet_length(p_payload::text), p_queue, p_run_at, p_priority, p_max_attempts,
+    p_unique_key, p_concurrency_key, v_settings.max_payload_bytes);
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
 
   -- The id of this transaction first, then the clock: a queued row is never older than its writer.
   perform pg_current_xact_id();
   v_now := clock_timestamp();
+  p_run_at := greatest(p_run_at, v_now);
+  p_max_attempts := coalesce(p_max_attempts, v_settings.max_attempts);
 
+  if p_unique_key is not null then
+    v_id := pgsched._add_unique(
+      nextval('pgsched.scheduled_tasks_id_seq'), p_task_type, p_payload, p_queue, p_run_at,
+      p_priority, p_max_attempts, p_unique_key, p_concurrency_key, v_now);
+  else
+    insert into pgsched.scheduled_tasks as t (
+           queue, task_type, payload, priority, run_at, max_attempts, concurrency_key, created_at)
+    values (p_queue, p_task_type, p_payload, p_priority, p_run_at, p_max_attempts,
+           p_concurrency_key, v_now)
+    returning t.id into v_id;
+  end if;
+
+  if v_settings.notify and p_run_at = v_now then
+    perform pg_notify(pgsched.notify_channel(p_queue), '');
+  end if;
+  return v_id;
+end;
+$$;
+
+comment on function pgsched.enqueue_task is
+  'Adds a task and returns its id; with a unique key that a live task of the queue already has, '
+  'returns the id of that task and changes nothing. Part of the caller''s transaction. '
+  'p_run_at: null or a past time means now. Raises TS400.';
+
+revoke all on function pgsched.enqueue_task from public;
+
+create function pgsched._add_unique(
+    p_id bigint, p_task_type text, p_payload jsonb, p_queue text, p_run_at timestamptz,
+    p_priority integer, p_max_attempts integer, p_unique_key text, p_concurrency_key text,
+    p_now timestamptz)
+  returns bigint
+  language plpgsql
+as $$
+declare
+  v_id bigint;
+begin
   loop
     insert into pgsched.scheduled_tasks as t (
-           queue, task_type, payload, priority, run_at, max_attempts, unique_key,
+           id, queue, task_type, payload, priority, run_at, max_attempts, unique_key,
            concurrency_key, created_at)
-    values (p_queue, p_task_type, p_payload, p_priority, greatest(p_run_at, v_now),
-           coalesce(p_max_attempts, v_default_attempts, 20), p_unique_key,
-           p_concurrency_key, v_now)
+    values (p_id, p_queue, p_task_type, p_payload, p_priority, p_run_at, p_max_attempts,
+           p_unique_key, p_concurrency_key, p_now)
     on conflict (queue, unique_key) where unique_key is not null do nothing
     returning t.id into v_id;
     exit when found;
@@ -477,12 +748,194 @@ begin
 end;
 $$;
 
-comment on function pgsched.enqueue_task is
-  'Adds a task and returns its id; with a unique key that a live task of the queue already has, '
-  'returns the id of that task and changes nothing. Part of the caller''s transaction. '
-  'p_run_at: null or a past time means now. Raises TS400.';
+comment on function pgsched._add_unique is
+  'Adds a checked task with a unique key, or finds the live task that has the key; returns its id.';
 
-revoke all on function pgsched.enqueue_task from public;
+revoke all on function pgsched._add_unique from public;
+
+-- Tasks with a unique key are added in the order of their keys, so that two batches with the same
+-- keys cannot deadlock.
+create function pgsched.enqueue_tasks(p_tasks jsonb)
+  returns setof bigint
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+  set jit = off
+as $$
+declare
+  v_fault record;
+  v_now timestamptz;
+  v_ids bigint[];
+  v_task record;
+begin
+  if (jsonb_typeof(p_tasks) = 'array') is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_tasks is not a JSON array',
+      hint = 'Give an array of objects with the arguments of enqueue_task, without p_.';
+  end if;
+
+  select f.ordinal, f.fault into v_fault from pgsched._field_fault(p_tasks) as f;
+  if not found then
+    select f.ordinal, f.fault
+      into v_fault
+      from (select t.ordinal,
+                   pgsched._task_fault(
+                     t.task_type, octet_length(t.payload::text), t.queue, t.run_at, t.priority,
+                     t.max_attempts, t.unique_key, t.concurrency_key,
+                     coalesce(q.max_payload_bytes, 1048576)) as fault
+              from pgsched._tasks_of(p_tasks) as t
+              left join pgsched.queues as q on q.name = t.queue) as f
+     where f.fault is not null
+     order by f.ordinal
+     limit 1;
+  end if;
+  if found then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_tasks[%s]: %s', v_fault.ordinal - 1, v_fault.fault[1]),
+      hint = v_fault.fault[2];
+  end if;
+
+  -- The id of this transaction first, then the clock: a queued row is never older than its writer.
+  perform pg_current_xact_id();
+  v_now := clock_timestamp();
+  v_ids := array(
+    select nextval('pgsched.scheduled_tasks_id_seq')
+      from generate_series(1, jsonb_array_length(p_tasks)));
+
+  insert into pgsched.scheduled_tasks (
+         id, queue, task_type, payload, priority, run_at, max_attempts, concurrency_key,
+         created_at)
+  select v_ids[t.ordinal], t.queue, t.task_type, t.payload, t.priority,
+         greatest(t.run_at, v_now), coalesce(t.max_attempts, q.max_attempts, 20),
+         t.concurrency_key, v_now
+    from pgsched._tasks_of(p_tasks) as t
+    left join pgsched.queues as q on q.name = t.queue
+   where t.unique_key is null
+   order by t.ordinal;
+
+  for v_task in
+    select t.*, greatest(t.run_at, v_now) as due_at,
+           coalesce(t.max_attempts, q.max_attempts, 20)::integer as attempts
+      from pgsched._tasks_of(p_tasks) as t
+      left join pgsched.queues as q on q.name = t.queue
+     where t.unique_key is not null
+     order by t.queue, t.unique_key, t.ordinal
+  loop
+    v_ids[v_task.ordinal] := pgsched._add_unique(
+      v_ids[v_task.ordinal], v_task.task_type, v_task.payload, v_task.queue, v_task.due_at,
+      v_task.priority::integer, v_task.attempts, v_task.unique_key, v_task.concurrency_key, v_now);
+  end loop;
+
+  perform pg_notify(pgsched.notify_channel(l.queue), '')
+     from (select distinct s.queue from pgsched.listeners as s) as l
+     left join pgsched.queues as q on q.name = l.queue
+    where coalesce(q.notify, true)
+      and exists (
+          select
+            from pgsched._tasks_of(p_tasks) as t
+           where t.queue = l.queue and (t.run_at > v_now) is not true);
+
+  return query select i.id from unnest(v_ids) as i (id);
+end;
+$$;
+
+comment on function pgsched.enqueue_tasks is
+  'Adds many tasks, all or none, and returns their ids in the order given. p_tasks: an array of '
+  'objects with the arguments of enqueue_task, without p_; what is left out has its default. '
+  'Raises TS400 naming the element.';
+
+revoke all on function pgsched.enqueue_tasks from public;
+
+create function pgsched._is_time(p_text text)
+  returns boolean
+  language plpgsql
+  stable
+as $$
+begin
+  return p_text::timestamptz is not null;
+exception
+  when invalid_datetime_format or datetime_field_overflow or invalid_parameter_value
+    or invalid_time_zone_displacement_value then
+    return false;
+end;
+$$;
+
+comment on function pgsched._is_time is
+  'Whether PostgreSQL reads the text as a timestamptz.';
+
+revoke all on function pgsched._is_time from public;
+
+create function pgsched._field_fault(p_tasks jsonb)
+  returns table (ordinal bigint, fault text[])
+  language sql
+  stable
+as $$
+  select f.ordinal,
+         case
+           when f.key is null then
+             array['not an object', 'Give the arguments of enqueue_task, without p_.']
+           when f.expected is null then
+             array[quote_ident(f.key) || ' is not a field of a task',
+                   'Give the arguments of enqueue_task, without p_.']
+           else
+             array[f.key || ' is not ' || f.expected || ': ' || left(f.value::text, 80),
+                   'Leave it out for its default.']
+         end
+    from (select e.ordinal, g.key, g.value, jsonb_typeof(g.value) as type,
+                 case
+                   when g.key in ('task_type', 'queue') then 'a string'
+                   when g.key in ('unique_key', 'concurrency_key') then 'a string or null'
+                   when g.key = 'run_at' then 'a time as a string, or null'
+                   when g.key = 'priority' then 'a number'
+                   when g.key = 'max_attempts' then 'a number or null'
+                   when g.key = 'payload' then 'JSON'
+                 end as expected
+            from jsonb_array_elements(p_tasks) with ordinality as e (task, ordinal)
+            left join lateral jsonb_each(
+                   case when jsonb_typeof(e.task) = 'object' then e.task else '{}' end) as g
+              on true
+           where e.task <> '{}') as f
+   where case f.expected
+           when 'a string' then f.type = 'string'
+           when 'a string or null' then f.type in ('string', 'null')
+           when 'a time as a string, or null' then
+             f.type = 'null' or f.type = 'string' and pgsched._is_time(f.value #>> '{}')
+           when 'a number' then f.type = 'number'
+           when 'a number or null' then f.type in ('number', 'null')
+           when 'JSON' then true
+           else false
+         end is not true
+   order by f.ordinal, f.key
+   limit 1
+$$;
+
+comment on function pgsched._field_fault is
+  'The first element of an array that is not an object with the fields of a task in the right '
+  'JSON types: what is wrong, and a hint. No row: all are.';
+
+revoke all on function pgsched._field_fault from public;
+
+create function pgsched._tasks_of(p_tasks jsonb)
+  returns table (
+    ordinal bigint, task_type text, payload jsonb, queue text, run_at timestamptz,
+    priority numeric, max_attempts numeric, unique_key text, concurrency_key text)
+  language sql
+  stable
+as $$
+  select e.ordinal, e.task ->> 'task_type', coalesce(e.task -> 'payload', '{}'),
+         coalesce(e.task ->> 'queue', 'default'), (e.task ->> 'run_at')::timestamptz,
+         coalesce((e.task ->> 'priority')::numeric, 5), (e.task ->> 'max_attempts')::numeric,
+         e.task ->> 'unique_key', e.task ->> 'concurrency_key'
+    from jsonb_array_elements(p_tasks) with ordinality as e (task, ordinal)
+$$;
+
+comment on function pgsched._tasks_of is
+  'The fields of tasks in JSON that have the right types, with their defaults.';
+
+revoke all on function pgsched._tasks_of from public;
 
 -- Rows are picked by the claim index, level after level, each locked in the moment it is picked: at
 -- most p_limit, and no row that another session has locked. Only then the advisory lock of each is
@@ -607,6 +1060,67 @@ comment on function pgsched._due_up_to is
 
 revoke all on function pgsched._due_up_to from public;
 
+-- Takes the advisory lock and nothing else: a row lock would make leases of the process wait, and a
+-- change of the row would give the caller's own completion a serialization failure.
+create function pgsched.hold_task(p_id bigint, p_claim_token uuid)
+  returns void
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+begin
+  p_id := pgsched._lock_task(p_id);
+  if not exists (
+    select from pgsched.scheduled_tasks as t
+     where t.id = p_id and t.claim_token = p_claim_token) then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+end;
+$$;
+
+comment on function pgsched.hold_task is
+  'Keeps a claim, also past its lease, until the caller''s transaction ends: the first statement '
+  'of a transaction that does the work and calls complete_task at its end. Waits for another '
+  'transaction that works on the same task. '
+  'Raises TS400, TS404 (no such task), TS409 (claim not current).';
+
+revoke all on function pgsched.hold_task from public;
+
+create function pgsched.extend_task(
+    p_id bigint,
+    p_claim_token uuid,
+    p_lease interval default '5 minutes')
+  returns timestamptz
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+declare
+  v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
+  v_lease_expires_at timestamptz;
+begin
+  update pgsched.scheduled_tasks as t
+     set lease_expires_at =
+           greatest(t.lease_expires_at,
+                    clock_timestamp() + v_lease_seconds * interval '1 second')
+   where t.id = p_id and t.claim_token = p_claim_token
+  returning t.lease_expires_at into v_lease_expires_at;
+  if not found then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+  return v_lease_expires_at;
+end;
+$$;
+
+comment on function pgsched.extend_task is
+  'Moves the end of a lease to p_lease from now, never to an earlier time, and returns it. Waits '
+  'for another transaction that changes the task; extend_tasks does not, and also tells when a '
+  'cancel was requested. Raises TS400, TS404 (no such task), TS409 (claim not current).';
+
+revoke all on function pgsched.extend_task from public;
+
 -- Takes no advisory lock and waits for no row: one handler's open transaction must not stop the
 -- leases of all other tasks of its process.
 create function pgsched.extend_tasks(
@@ -685,23 +1199,29 @@ create function pgsched.complete_task(
   set enable_seqscan = off
   set jit = off
 as $$
+declare
+  v_completed boolean;
 begin
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
+  p_id := pgsched._lock_task(p_id);
 
   with ended as (
     delete from pgsched.scheduled_tasks as t
      where t.id = p_id and t.claim_token = p_claim_token
-    returning t.*)
-  insert into pgsched.finished_tasks (
-         id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
-         claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
-         cancel_requested_at, last_error, created_at, finished_at, result)
-  select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
-         e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
-         e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
-         clock_timestamp(), p_result
-    from ended as e;
-  if found then
+    returning t.*),
+  kept as (
+    insert into pgsched.finished_tasks (
+           id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
+           claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
+           cancel_requested_at, last_error, created_at, finished_at, result)
+    select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
+           e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
+           e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
+           clock_timestamp(), p_result
+      from ended as e
+     where not exists (
+           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+  select exists (select from ended) into v_completed;
+  if v_completed then
     return true;
   end if;
 
@@ -716,7 +1236,8 @@ $$;
 
 comment on function pgsched.complete_task is
   'Ends a claim with success. True: completed now; false: this same claim had completed it '
-  'already. Part of the caller''s transaction; waits for another one that works on the same task. '
+  'already, where the queue keeps completed tasks. Part of the caller''s transaction; waits for '
+  'another one that works on the same task. '
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.complete_task from public;
@@ -763,7 +1284,7 @@ begin
     delete from pgsched.scheduled_tasks as t
      where t.id = any (array(select l.id from locked as l))
     returning t.*),
-  completed as (
+  kept as (
     insert into pgsched.finished_tasks (
            id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
            claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
@@ -774,18 +1295,19 @@ begin
            clock_timestamp(), g.result
       from ended as e
       join given as g on g.id = e.id and g.claim_token = e.claim_token and g.repetition = 1
-    returning id, claim_token)
+     where not exists (
+           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
   select g.id,
          case
-           when c.id is not null and g.repetition = 1 then 'completed'
-           when c.id is not null then 'already'
+           when e.id is not null and g.repetition = 1 then 'completed'
+           when e.id is not null then 'already'
            when t.claim_token = g.claim_token then 'busy'
            when f.claim_token = g.claim_token and f.status = 'completed' then 'already'
            when t.id is not null or f.id is not null then 'stale'
            else 'gone'
          end
     from given as g
-    left join completed as c on c.id = g.id and c.claim_token = g.claim_token
+    left join ended as e on e.id = g.id and e.claim_token = g.claim_token
     left join pgsched.scheduled_tasks as t on t.id = g.id
     left join pgsched.finished_tasks as f on f.id = g.id
    order by g.position;
@@ -950,7 +1472,11 @@ begin
       hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
   end if;
 
-  -- A killed worker cannot sign off; nobody needs its row after a day.
+  -- A killed worker cannot sign off: nobody waits for its NOTIFY after 5 minutes, and nobody needs
+  -- its row after a day.
+  delete from pgsched.listeners as l
+   using pgsched.workers as w
+   where w.id = l.worker_id and w.seen_at < v_now - interval '5 minutes';
   delete from pgsched.workers as w
    where w.id in (
          select o.id
@@ -970,7 +1496,8 @@ $$;
 
 comment on function pgsched.register_worker is
   'Says that a worker process is there and returns the id of its row; a worker repeats it about '
-  'every minute. Rows not seen for a day are deleted on the way. Raises TS400.';
+  'every minute. Deletes on the way who was not seen for a day, and listeners not seen for 5 '
+  'minutes. Raises TS400.';
 
 revoke all on function pgsched.register_worker from public;
 
@@ -987,6 +1514,229 @@ comment on function pgsched.unregister_worker is
   'Says that a worker process ends; an unknown id changes nothing.';
 
 revoke all on function pgsched.unregister_worker from public;
+
+-- Takes no advisory lock: it must not wait for a handler that holds its task.
+create function pgsched.cancel_task(p_id bigint)
+  returns text
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+declare
+  v_status text;
+begin
+  loop
+    select t.status into v_status
+      from pgsched.scheduled_tasks as t
+     where t.id = p_id
+       for update;
+    exit when found;
+
+    -- Live, and yet not found above: retry_task brought it back between the two statements.
+    v_status := pgsched._status(p_id);
+    if v_status not in ('queued', 'processing') then
+      return 'finished';
+    end if;
+  end loop;
+
+  if v_status = 'queued' then
+    perform pgsched._finish_tasks(array[p_id], array[null], 'cancelled', clock_timestamp());
+    return 'cancelled';
+  end if;
+  update pgsched.scheduled_tasks as t
+     set cancel_requested_at = clock_timestamp()
+   where t.id = p_id and t.cancel_requested_at is null;
+  return 'requested';
+end;
+$$;
+
+comment on function pgsched.cancel_task is
+  'cancelled: the task was queued, and is finished now. requested: it is running; its worker '
+  'learns of it when it extends the lease, a fail, release or reap then ends it cancelled, a '
+  'completion still completed. finished: it had ended already. Waits for a transaction that '
+  'changes the task. Raises TS400, TS404 (no such task).';
+
+revoke all on function pgsched.cancel_task from public;
+
+create function pgsched.retry_task(p_id bigint)
+  returns bigint
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+declare
+  v_task pgsched.finished_tasks;
+begin
+  delete from pgsched.finished_tasks as f
+   where f.id = p_id and f.status in ('failed', 'cancelled')
+  returning f.* into v_task;
+  if not found then
+    perform pgsched._raise_wrong_state(p_id, 'Only a failed or cancelled task can be retried.');
+  end if;
+
+  -- The delete has given this transaction its id: the clock is read after that.
+  insert into pgsched.scheduled_tasks (
+         id, queue, task_type, payload, priority, run_at, max_attempts, unique_key,
+         concurrency_key, last_error, created_at)
+  values (v_task.id, v_task.queue, v_task.task_type, v_task.payload, v_task.priority,
+         clock_timestamp(), v_task.max_attempts, v_task.unique_key, v_task.concurrency_key,
+         v_task.last_error, v_task.created_at)
+  on conflict (queue, unique_key) where unique_key is not null do nothing;
+  if not found then
+    raise exception using
+      errcode = 'TS423',
+      message = format('the unique key of task %s is taken: %L in queue %L',
+                       p_id, v_task.unique_key, v_task.queue),
+      hint = 'Another task of the queue has it; retry this one when that one has ended.';
+  end if;
+  return p_id;
+end;
+$$;
+
+comment on function pgsched.retry_task is
+  'Makes a failed or cancelled task queued again, due now, attempts counted from 0; it keeps its '
+  'id, which is returned. Raises TS400, TS404 (no such task), TS423 (it is not failed or '
+  'cancelled, or its unique key is taken).';
+
+revoke all on function pgsched.retry_task from public;
+
+create function pgsched.reschedule_task(
+    p_id bigint,
+    p_run_at timestamptz,
+    p_priority integer default null)
+  returns void
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+declare
+  v_fault text[] := case when p_priority is not null then pgsched._priority_fault(p_priority) end;
+begin
+  p_run_at := pgsched._run_at(p_run_at);
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
+  end if;
+
+  -- The id of this transaction first, then the clock: a queued row is never older than its writer.
+  perform pg_current_xact_id();
+  update pgsched.scheduled_tasks as t
+     set run_at = greatest(p_run_at, clock_timestamp()),
+         priority = coalesce(p_priority, t.priority)
+   where t.id = p_id and t.status = 'queued';
+  if not found then
+    perform pgsched._raise_wrong_state(p_id, 'Only a queued task can be rescheduled.');
+  end if;
+end;
+$$;
+
+comment on function pgsched.reschedule_task is
+  'Moves a queued task to p_run_at (null or past: now) and to p_priority (null: as it is). Waits '
+  'for a transaction that changes the task. Raises TS400, TS404 (no such task), TS423 (it is not '
+  'queued).';
+
+revoke all on function pgsched.reschedule_task from public;
+
+create function pgsched.configure_queue(
+    p_queue text,
+    p_max_attempts integer default null,
+    p_retry_delay interval default null,
+    p_retry_delay_max interval default null,
+    p_max_payload_bytes integer default null,
+    p_keep_completed interval default null,
+    p_keep_failed interval default null,
+    p_notify boolean default null)
+  returns void
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_fault text;
+begin
+  p_queue := pgsched._name('p_queue', p_queue);
+  v_fault := case
+    when p_max_attempts < 1 then
+      format('p_max_attempts is out of range: %s', p_max_attempts)
+    when not date_part('epoch', p_retry_delay) between 0 and 31536000 then
+      format('p_retry_delay is out of range: %s', p_retry_delay)
+    when not date_part('epoch', p_retry_delay_max) between 0 and 31536000 then
+      format('p_retry_delay_max is out of range: %s', p_retry_delay_max)
+    when not p_max_payload_bytes between 2 and 268435455 then
+      format('p_max_payload_bytes is out of range: %s', p_max_payload_bytes)
+    when not date_part('epoch', p_keep_completed) between 0 and 3155760000 then
+      format('p_keep_completed is out of range: %s', p_keep_completed)
+    when not date_part('epoch', p_keep_failed) between 0 and 3155760000 then
+      format('p_keep_failed is out of range: %s', p_keep_failed)
+  end;
+  if v_fault is not null then
+    raise exception using
+      errcode = 'TS400',
+      message = v_fault,
+      hint = 'Attempts: at least 1. Retry delays: 0 to 365 days. Payload: 2 to 268435455 bytes. '
+             'Keeping: 0 to 100 years.';
+  end if;
+
+  insert into pgsched.queues as q (
+         name, max_attempts, retry_delay, retry_delay_max, max_payload_bytes, keep_completed,
+         keep_failed, notify)
+  values (p_queue, p_max_attempts, p_retry_delay, p_retry_delay_max, p_max_payload_bytes,
+         p_keep_completed, p_keep_failed, coalesce(p_notify, true))
+  on conflict (name) do update
+     set max_attempts = coalesce(p_max_attempts, q.max_attempts),
+         retry_delay = coalesce(p_retry_delay, q.retry_delay),
+         retry_delay_max = coalesce(p_retry_delay_max, q.retry_delay_max),
+         max_payload_bytes = coalesce(p_max_payload_bytes, q.max_payload_bytes),
+         keep_completed = coalesce(p_keep_completed, q.keep_completed),
+         keep_failed = coalesce(p_keep_failed, q.keep_failed),
+         notify = coalesce(p_notify, q.notify);
+end;
+$$;
+
+comment on function pgsched.configure_queue is
+  'Changes settings of a queue; null leaves a setting as it is. May be repeated. The settings are '
+  'the columns of queues. Raises TS400.';
+
+revoke all on function pgsched.configure_queue from public;
+
+create function pgsched.pause_queue(p_queue text)
+  returns void
+  language sql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+  insert into pgsched.queues (name, paused)
+  values (pgsched._name('p_queue', p_queue), true)
+  on conflict (name) do update
+     set paused = true
+$$;
+
+comment on function pgsched.pause_queue is
+  'From its commit on, claim_task returns nothing from the queue; enqueuing and running tasks go '
+  'on. Raises TS400.';
+
+revoke all on function pgsched.pause_queue from public;
+
+create function pgsched.resume_queue(p_queue text)
+  returns void
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+begin
+  p_queue := pgsched._name('p_queue', p_queue);
+  update pgsched.queues as q
+     set paused = false
+   where q.name = p_queue and q.paused;
+end;
+$$;
+
+comment on function pgsched.resume_queue is
+  'Ends what pause_queue did; a queue that is not paused stays as it is. Raises TS400.';
+
+revoke all on function pgsched.resume_queue from public;
 
 -- Status and lease are checked on the row as it is when it is locked; a row that somebody has
 -- locked is passed by, and so is a task whose advisory lock cannot be had: somebody acts on it now.
@@ -1065,6 +1815,124 @@ comment on function pgsched.reap_stale is
   'writes nothing when no lease ended. Raises TS400.';
 
 revoke all on function pgsched.reap_stale from public;
+
+-- Bounded by rows and by time, since a row may have a large payload to delete. Each pair of status
+-- and queue is found by skipping through the index, and they are taken in random order, so that
+-- one that never ends does not keep the others waiting.
+create function pgsched.prune_finished(p_limit integer default 10000)
+  returns bigint
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+  set jit = off
+as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_kind record;
+  v_ids bigint[];
+  v_deleted bigint := 0;
+begin
+  if (p_limit between 1 and 100000) is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
+      hint = 'Give 1 to 100000.';
+  end if;
+
+  for v_kind in
+    with recursive kinds as (
+      (select f.status, f.queue
+         from pgsched.finished_tasks as f
+        order by f.status, f.queue
+        limit 1)
+       union all
+      select n.status, n.queue
+        from kinds as k
+       cross join lateral (
+             select f.status, f.queue
+               from pgsched.finished_tasks as f
+              where (f.status, f.queue) > (k.status, k.queue)
+              order by f.status, f.queue
+              limit 1) as n)
+    select k.status, k.queue,
+           v_now - case
+                     when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
+                     else coalesce(q.keep_failed, '30 days')
+                   end as finished_before
+      from kinds as k
+      left join pgsched.queues as q on q.name = k.queue
+     order by random()
+  loop
+    v_ids := array(
+      select f.id
+        from pgsched.finished_tasks as f
+       where f.status = v_kind.status and f.queue = v_kind.queue
+         and f.finished_at < v_kind.finished_before
+       order by f.finished_at, f.id
+       limit p_limit - v_deleted
+         for update skip locked);
+    for v_from in 1 .. cardinality(v_ids) by 100 loop
+      delete from pgsched.finished_tasks as f where f.id = any (v_ids[v_from : v_from + 99]);
+      v_deleted := v_deleted + least(100, cardinality(v_ids) - v_from + 1);
+      if clock_timestamp() > v_now + interval '0.5 seconds' then
+        return v_deleted;
+      end if;
+    end loop;
+    exit when v_deleted = p_limit;
+  end loop;
+  return v_deleted;
+end;
+$$;
+
+comment on function pgsched.prune_finished is
+  'Deletes finished tasks that are older than their queue keeps them, at most p_limit (1 to '
+  '100000) and for about half a second, and says how many. Call it again while it returns more '
+  'than 0. Passes by rows that another session has locked. Raises TS400.';
+
+revoke all on function pgsched.prune_finished from public;
+
+-- A step that cannot run now undoes no other: each has a block of its own. Statement timeouts and
+-- cancels are not among the conditions: who set them wants the call to end.
+create function pgsched.maintain()
+  returns table (step text, affected bigint)
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_lock integer;
+begin
+  if current_setting('transaction_read_only')::boolean then
+    perform pgsched._raise_read_only();
+  end if;
+  for v_lock, step in values (2, 'reap_stale'), (3, 'prune_finished') loop
+    affected := null;
+    begin
+      if pg_try_advisory_xact_lock(1338, v_lock) then
+        affected := case step
+          when 'reap_stale' then (select count(*) from pgsched.reap_stale())
+          when 'prune_finished' then pgsched.prune_finished()
+        end;
+      end if;
+    exception
+      when lock_not_available or deadlock_detected or serialization_failure or out_of_memory then
+        raise warning using
+          errcode = sqlstate,
+          message = format('%s could not run now: %s', step, sqlerrm),
+          hint = 'maintain tries it again when it is called next.';
+    end;
+    return next;
+  end loop;
+end;
+$$;
+
+comment on function pgsched.maintain is
+  'Does every periodic duty once, each bounded: reap_stale, prune_finished. affected: tasks that '
+  'the step changed; null: another session is at it, or a warning says why it could not run. Safe '
+  'from any number of callers; call it every minute or so.';
+
+revoke all on function pgsched.maintain from public;
 
 -- Every figure comes from an index. Queued tasks and dead letters, of which there may be millions,
 -- are counted up to 10,000. The queues that have any are found by skipping through the index.

@@ -8,13 +8,21 @@ create schema pgsched;
 
 -- Shared by the functions below
 \ir functions/arguments.sql
+\ir functions/claims.sql
 \ir functions/finish.sql
+
+-- Wake-up
+\ir functions/notify_channel.sql
+\ir functions/register_listener.sql
 
 -- Producers
 \ir functions/enqueue_task.sql
+\ir functions/enqueue_tasks.sql
 
 -- Workers: claim, keep, end
 \ir functions/claim_task.sql
+\ir functions/hold_task.sql
+\ir functions/extend_task.sql
 \ir functions/extend_tasks.sql
 \ir functions/complete_task.sql
 \ir functions/complete_tasks.sql
@@ -23,8 +31,18 @@ create schema pgsched;
 \ir functions/register_worker.sql
 \ir functions/unregister_worker.sql
 
--- Recovery
+-- Operators
+\ir functions/cancel_task.sql
+\ir functions/retry_task.sql
+\ir functions/reschedule_task.sql
+\ir functions/configure_queue.sql
+\ir functions/pause_queue.sql
+\ir functions/resume_queue.sql
+
+-- Recovery and retention
 \ir functions/reap_stale.sql
+\ir functions/prune_finished.sql
+\ir functions/maintain.sql
 
 -- Observers
 \ir functions/queue_stats.sql

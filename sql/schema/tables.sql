@@ -10,13 +10,20 @@ create table pgsched.queues (
   retry_delay       interval,
   retry_delay_max   interval,
   max_payload_bytes integer,
+  keep_completed    interval,
+  keep_failed       interval,
+  notify            boolean  not null default true,
   constraint queues_pkey primary key (name),
   constraint queues_max_attempts_check check (max_attempts >= 1),
   constraint queues_retry_delay_check check (
     date_part('epoch', retry_delay) between 0 and 31536000),
   constraint queues_retry_delay_max_check check (
     date_part('epoch', retry_delay_max) between 0 and 31536000),
-  constraint queues_max_payload_bytes_check check (max_payload_bytes between 2 and 268435455)
+  constraint queues_max_payload_bytes_check check (max_payload_bytes between 2 and 268435455),
+  constraint queues_keep_completed_check check (
+    date_part('epoch', keep_completed) between 0 and 3155760000),
+  constraint queues_keep_failed_check check (
+    date_part('epoch', keep_failed) between 0 and 3155760000)
 );
 
 comment on table pgsched.queues is
@@ -32,6 +39,14 @@ comment on column pgsched.queues.retry_delay_max is
   'No wait after a failed attempt is longer than this; 0 to 365 days. Default 1 hour.';
 comment on column pgsched.queues.max_payload_bytes is
   'Longest payload, in bytes of its text form. Default 1048576 (1 MiB).';
+comment on column pgsched.queues.keep_completed is
+  'prune_finished deletes completed tasks that are older; 0 to 100 years, 0: they are not even '
+  'stored. Default 1 day.';
+comment on column pgsched.queues.keep_failed is
+  'prune_finished deletes failed and cancelled tasks that are older; 0 to 100 years. '
+  'Default 30 days.';
+comment on column pgsched.queues.notify is
+  'False: enqueuing never sends a NOTIFY to the listeners of this queue.';
 
 -- Rows are updated twice in a short life: room on the page keeps a lease extension HOT, and a
 -- low threshold makes autovacuum come for thousands of dead rows, not for a share of a big table.
@@ -80,7 +95,7 @@ create unique index scheduled_tasks_unique_key_idx
 comment on table pgsched.scheduled_tasks is
   'Live tasks: waiting for their time, due, or being worked on. Small and hot.';
 comment on column pgsched.scheduled_tasks.status is
-  'queued: due at run_at. -> processing by claim_task. '
+  'queued: due at run_at. -> processing by claim_task; -> finished_tasks by cancel_task. '
   'processing: claimed. -> queued by fail_task, release_task, reap_stale; -> finished_tasks by '
   'complete_task, or by those three when attempts are used up or a cancel was requested.';
 comment on column pgsched.scheduled_tasks.priority is
@@ -129,16 +144,17 @@ create table pgsched.finished_tasks (
   constraint finished_tasks_status_check check (status in ('completed', 'failed', 'cancelled'))
 );
 
-create index finished_tasks_finished_at_idx on pgsched.finished_tasks (finished_at);
-
-create index finished_tasks_failed_idx
-    on pgsched.finished_tasks (queue, finished_at) where status = 'failed';
+-- Serves prune_finished, which finds what is oldest in each queue, and the counts of queue_stats.
+create index finished_tasks_finished_at_idx
+    on pgsched.finished_tasks (status, queue, finished_at);
 
 comment on table pgsched.finished_tasks is
-  'Tasks that will not run again: written once, when a task leaves scheduled_tasks.';
+  'Tasks that ended: written once, when a task leaves scheduled_tasks. retry_task moves a task '
+  'back, prune_finished deletes it.';
 comment on column pgsched.finished_tasks.status is
-  'completed: by complete_task. failed: attempts used up, or permanent (the dead letters). '
-  'cancelled: a cancel was requested before it ended.';
+  'completed: by complete_task. failed: attempts used up, or permanent (the dead letters); '
+  'cancelled: by cancel_task, or a cancel was requested before it ended; both -> queued by '
+  'retry_task.';
 comment on column pgsched.finished_tasks.claim_token is
   'Of the claim that ended it: a repeated completion is known by it.';
 comment on column pgsched.finished_tasks.result is
@@ -163,6 +179,19 @@ comment on column pgsched.workers.slots is
   'How many tasks it works on at once.';
 comment on column pgsched.workers.seen_at is
   'When the worker last called register_worker.';
+
+create table pgsched.listeners (
+  queue     text   not null,
+  worker_id bigint not null,
+  constraint listeners_pkey primary key (queue, worker_id),
+  constraint listeners_worker_id_fkey foreign key (worker_id)
+    references pgsched.workers (id) on delete cascade
+);
+
+create index listeners_worker_id_idx on pgsched.listeners (worker_id);
+
+comment on table pgsched.listeners is
+  'Which worker listens for new tasks of which queue: enqueuing sends a NOTIFY only to those.';
 
 revoke all on all tables in schema pgsched from public;
 revoke all on all sequences in schema pgsched from public;

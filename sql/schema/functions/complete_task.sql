@@ -13,23 +13,29 @@ create function pgsched.complete_task(
   set enable_seqscan = off
   set jit = off
 as $$
+declare
+  v_completed boolean;
 begin
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
+  p_id := pgsched._lock_task(p_id);
 
   with ended as (
     delete from pgsched.scheduled_tasks as t
      where t.id = p_id and t.claim_token = p_claim_token
-    returning t.*)
-  insert into pgsched.finished_tasks (
-         id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
-         claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
-         cancel_requested_at, last_error, created_at, finished_at, result)
-  select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
-         e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
-         e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
-         clock_timestamp(), p_result
-    from ended as e;
-  if found then
+    returning t.*),
+  kept as (
+    insert into pgsched.finished_tasks (
+           id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
+           claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
+           cancel_requested_at, last_error, created_at, finished_at, result)
+    select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
+           e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
+           e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
+           clock_timestamp(), p_result
+      from ended as e
+     where not exists (
+           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+  select exists (select from ended) into v_completed;
+  if v_completed then
     return true;
   end if;
 
@@ -44,7 +50,8 @@ $$;
 
 comment on function pgsched.complete_task is
   'Ends a claim with success. True: completed now; false: this same claim had completed it '
-  'already. Part of the caller''s transaction; waits for another one that works on the same task. '
+  'already, where the queue keeps completed tasks. Part of the caller''s transaction; waits for '
+  'another one that works on the same task. '
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.complete_task from public;

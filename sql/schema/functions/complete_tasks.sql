@@ -40,7 +40,7 @@ begin
     delete from pgsched.scheduled_tasks as t
      where t.id = any (array(select l.id from locked as l))
     returning t.*),
-  completed as (
+  kept as (
     insert into pgsched.finished_tasks (
            id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
            claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
@@ -51,18 +51,19 @@ begin
            clock_timestamp(), g.result
       from ended as e
       join given as g on g.id = e.id and g.claim_token = e.claim_token and g.repetition = 1
-    returning id, claim_token)
+     where not exists (
+           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
   select g.id,
          case
-           when c.id is not null and g.repetition = 1 then 'completed'
-           when c.id is not null then 'already'
+           when e.id is not null and g.repetition = 1 then 'completed'
+           when e.id is not null then 'already'
            when t.claim_token = g.claim_token then 'busy'
            when f.claim_token = g.claim_token and f.status = 'completed' then 'already'
            when t.id is not null or f.id is not null then 'stale'
            else 'gone'
          end
     from given as g
-    left join completed as c on c.id = g.id and c.claim_token = g.claim_token
+    left join ended as e on e.id = g.id and e.claim_token = g.claim_token
     left join pgsched.scheduled_tasks as t on t.id = g.id
     left join pgsched.finished_tasks as f on f.id = g.id
    order by g.position;

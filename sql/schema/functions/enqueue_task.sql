@@ -14,59 +14,73 @@ create function pgsched.enqueue_task(
   set enable_seqscan = off
 as $$
 declare
-  v_default_attempts integer;
-  v_max_payload integer;
+  v_settings record;
+  v_fault text[];
   v_now timestamptz;
   v_id bigint;
 begin
-  p_task_type := pgsched._name('p_task_type', p_task_type);
-  p_queue := pgsched._name('p_queue', p_queue);
-  if p_unique_key is not null then
-    p_unique_key := pgsched._name('p_unique_key', p_unique_key);
-  end if;
-  if p_concurrency_key is not null then
-    p_concurrency_key := pgsched._name('p_concurrency_key', p_concurrency_key);
-  end if;
-  p_run_at := pgsched._run_at(p_run_at);
-  if (p_priority between 0 and 9) is not true then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_priority is out of range: %s', coalesce(p_priority::text, 'null')),
-      hint = 'Give 0 (first) to 9 (last).';
-  end if;
-  if p_max_attempts < 1 then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_max_attempts is out of range: %s', p_max_attempts),
-      hint = 'Give at least 1, or null for the default of the queue.';
-  end if;
-
-  select q.max_attempts, q.max_payload_bytes
-    into v_default_attempts, v_max_payload
-    from pgsched.queues as q
-   where q.name = p_queue;
-  if (octet_length(p_payload::text) <= coalesce(v_max_payload, 1048576)) is not true then
-    raise exception using
-      errcode = 'TS400',
-      message = case
-                  when p_payload is null then 'p_payload must not be null'
-                  else format('p_payload is %s bytes long, the limit of the queue is %s',
-                              octet_length(p_payload::text), coalesce(v_max_payload, 1048576))
-                end,
-      hint = 'Give JSON; store large data elsewhere and enqueue a reference to it.';
+  select coalesce(q.max_attempts, 20) as max_attempts,
+         coalesce(q.max_payload_bytes, 1048576) as max_payload_bytes,
+         coalesce(q.notify, true) and exists (
+           select from pgsched.listeners as l where l.queue = p_queue) as notify
+    into v_settings
+    from (select) as always
+    left join pgsched.queues as q on q.name = p_queue;
+  v_fault := pgsched._task_fault(
+    p_task_type, octet_length(p_payload::text), p_queue, p_run_at, p_priority, p_max_attempts,
+    p_unique_key, p_concurrency_key, v_settings.max_payload_bytes);
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
 
   -- The id of this transaction first, then the clock: a queued row is never older than its writer.
   perform pg_current_xact_id();
   v_now := clock_timestamp();
+  p_run_at := greatest(p_run_at, v_now);
+  p_max_attempts := coalesce(p_max_attempts, v_settings.max_attempts);
 
+  if p_unique_key is not null then
+    v_id := pgsched._add_unique(
+      nextval('pgsched.scheduled_tasks_id_seq'), p_task_type, p_payload, p_queue, p_run_at,
+      p_priority, p_max_attempts, p_unique_key, p_concurrency_key, v_now);
+  else
+    insert into pgsched.scheduled_tasks as t (
+           queue, task_type, payload, priority, run_at, max_attempts, concurrency_key, created_at)
+    values (p_queue, p_task_type, p_payload, p_priority, p_run_at, p_max_attempts,
+           p_concurrency_key, v_now)
+    returning t.id into v_id;
+  end if;
+
+  if v_settings.notify and p_run_at = v_now then
+    perform pg_notify(pgsched.notify_channel(p_queue), '');
+  end if;
+  return v_id;
+end;
+$$;
+
+comment on function pgsched.enqueue_task is
+  'Adds a task and returns its id; with a unique key that a live task of the queue already has, '
+  'returns the id of that task and changes nothing. Part of the caller''s transaction. '
+  'p_run_at: null or a past time means now. Raises TS400.';
+
+revoke all on function pgsched.enqueue_task from public;
+
+create function pgsched._add_unique(
+    p_id bigint, p_task_type text, p_payload jsonb, p_queue text, p_run_at timestamptz,
+    p_priority integer, p_max_attempts integer, p_unique_key text, p_concurrency_key text,
+    p_now timestamptz)
+  returns bigint
+  language plpgsql
+as $$
+declare
+  v_id bigint;
+begin
   loop
     insert into pgsched.scheduled_tasks as t (
-           queue, task_type, payload, priority, run_at, max_attempts, unique_key,
+           id, queue, task_type, payload, priority, run_at, max_attempts, unique_key,
            concurrency_key, created_at)
-    values (p_queue, p_task_type, p_payload, p_priority, greatest(p_run_at, v_now),
-           coalesce(p_max_attempts, v_default_attempts, 20), p_unique_key,
-           p_concurrency_key, v_now)
+    values (p_id, p_queue, p_task_type, p_payload, p_priority, p_run_at, p_max_attempts,
+           p_unique_key, p_concurrency_key, p_now)
     on conflict (queue, unique_key) where unique_key is not null do nothing
     returning t.id into v_id;
     exit when found;
@@ -81,9 +95,7 @@ begin
 end;
 $$;
 
-comment on function pgsched.enqueue_task is
-  'Adds a task and returns its id; with a unique key that a live task of the queue already has, '
-  'returns the id of that task and changes nothing. Part of the caller''s transaction. '
-  'p_run_at: null or a past time means now. Raises TS400.';
+comment on function pgsched._add_unique is
+  'Adds a checked task with a unique key, or finds the live task that has the key; returns its id.';
 
-revoke all on function pgsched.enqueue_task from public;
+revoke all on function pgsched._add_unique from public;

@@ -1,4 +1,4 @@
--- How a claim ends other than by completion, which has its own statement for speed.
+-- How tasks end or come back, other than by completion, which has its own statement for speed.
 
 create function pgsched._finish_tasks(
     p_ids bigint[], p_errors text[], p_status text, p_now timestamptz)
@@ -45,63 +45,3 @@ comment on function pgsched._requeue_tasks is
   'each id, that is null keeps the last one; p_uncount 1 takes the claim back out of attempt.';
 
 revoke all on function pgsched._requeue_tasks from public;
-
-create function pgsched._raise_not_current(p_id bigint, p_claim_token uuid)
-  returns void
-  language plpgsql
-  stable
-as $$
-begin
-  if p_id is null or p_claim_token is null then
-    raise exception using
-      errcode = 'TS400',
-      message = 'p_id and p_claim_token must not be null',
-      hint = 'Give the id and the claim_token that claim_task returned.';
-  end if;
-  if exists (select from pgsched.scheduled_tasks as t where t.id = p_id)
-     or exists (select from pgsched.finished_tasks as f where f.id = p_id) then
-    raise exception using
-      errcode = 'TS409',
-      message = format('this claim of task %s is not current', p_id),
-      hint = 'The claim was completed, failed or released, or its lease ended and the task was '
-             'reaped. Drop the work: another worker may have the task.';
-  end if;
-  raise exception using
-    errcode = 'TS404',
-    message = format('there is no task %s', p_id),
-    hint = 'The id is wrong, or the finished task has been deleted.';
-end;
-$$;
-
-comment on function pgsched._raise_not_current is
-  'Explains why no row matched an id and token: TS400 for a null, TS409 for a claim that is over, '
-  'TS404 for an unknown task.';
-
-revoke all on function pgsched._raise_not_current from public;
-
--- The task's lock first, waiting for it, then its row, if the claim is current.
-create function pgsched._lock_claim(p_id bigint, p_claim_token uuid)
-  returns pgsched.scheduled_tasks
-  language plpgsql
-as $$
-declare
-  v_task pgsched.scheduled_tasks;
-begin
-  perform pg_advisory_xact_lock(1337, (p_id % 2147483647)::integer);
-  select t.*
-    into v_task
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
-  return v_task;
-end;
-$$;
-
-comment on function pgsched._lock_claim is
-  'The task of a current claim, locked until the caller''s transaction ends; else TS400, TS404 or '
-  'TS409.';
-
-revoke all on function pgsched._lock_claim from public;

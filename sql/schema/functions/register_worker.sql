@@ -17,7 +17,11 @@ begin
       hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
   end if;
 
-  -- A killed worker cannot sign off; nobody needs its row after a day.
+  -- A killed worker cannot sign off: nobody waits for its NOTIFY after 5 minutes, and nobody needs
+  -- its row after a day.
+  delete from pgsched.listeners as l
+   using pgsched.workers as w
+   where w.id = l.worker_id and w.seen_at < v_now - interval '5 minutes';
   delete from pgsched.workers as w
    where w.id in (
          select o.id
@@ -37,6 +41,7 @@ $$;
 
 comment on function pgsched.register_worker is
   'Says that a worker process is there and returns the id of its row; a worker repeats it about '
-  'every minute. Rows not seen for a day are deleted on the way. Raises TS400.';
+  'every minute. Deletes on the way who was not seen for a day, and listeners not seen for 5 '
+  'minutes. Raises TS400.';
 
 revoke all on function pgsched.register_worker from public;
