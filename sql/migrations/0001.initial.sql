@@ -288,6 +288,29 @@ comment on function pgsched._lease_seconds is
 
 revoke all on function pgsched._lease_seconds from public;
 
+create function pgsched._retry_seconds(p_retry_in interval)
+  returns double precision
+  language plpgsql
+  immutable
+as $$
+declare
+  v_seconds double precision := date_part('epoch', p_retry_in);
+begin
+  if not v_seconds between 0 and 31536000 then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_retry_in is out of range: %s', p_retry_in),
+      hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
+  end if;
+  return v_seconds;
+end;
+$$;
+
+comment on function pgsched._retry_seconds is
+  'A wait before the next attempt in seconds; TS400 unless it is null or 0 to 365 days.';
+
+revoke all on function pgsched._retry_seconds from public;
+
 -- Years of five digits are where clients stop reading timestamps (Python's datetime ends at 9999).
 create function pgsched._run_at_fault(p_value timestamptz)
   returns text[]
@@ -401,6 +424,26 @@ comment on function pgsched._check_batch is
 
 revoke all on function pgsched._check_batch from public;
 
+create function pgsched._check_column(p_argument text, p_values anyarray, p_ids bigint[])
+  returns void
+  language plpgsql
+  immutable
+as $$
+begin
+  if cardinality(p_values) <> cardinality(p_ids) or array_ndims(p_values) > 1 then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_ids and %s do not pair up', p_argument),
+      hint = 'Give one value for each id, null for none, or null instead of the array.';
+  end if;
+end;
+$$;
+
+comment on function pgsched._check_column is
+  'Raises TS400 unless the array is null or has one dimension and as many values as there are ids.';
+
+revoke all on function pgsched._check_column from public;
+
 -- Is a claim current, and if not, why; and the lock of whoever acts on the task.
 
 create function pgsched._raise_read_only()
@@ -464,6 +507,31 @@ comment on function pgsched._lock_claim is
   'TS409.';
 
 revoke all on function pgsched._lock_claim from public;
+
+-- In id order, and waits for nobody: a row that somebody has locked is not among them.
+create function pgsched._lock_claims(p_ids bigint[], p_claim_tokens uuid[])
+  returns bigint[]
+  language sql
+  set plan_cache_mode = force_generic_plan
+  set enable_seqscan = off
+as $$
+  select array(
+    select t.id
+      from pgsched.scheduled_tasks as t
+     where t.id = any (p_ids)
+       and exists (
+           select
+             from unnest(p_ids, p_claim_tokens) as g (id, claim_token)
+            where g.id = t.id and g.claim_token = t.claim_token)
+     order by t.id
+       for update of t skip locked)
+$$;
+
+comment on function pgsched._lock_claims is
+  'The ids of those claims that are current, their rows locked until the caller''s transaction '
+  'ends, without those that another transaction has locked.';
+
+revoke all on function pgsched._lock_claims from public;
 
 -- One statement over both tables: a task that moves between them is seen in one of them.
 create function pgsched._status(p_id bigint)
@@ -572,28 +640,151 @@ $$;
 
 comment on function pgsched._finish_tasks is
   'Moves tasks whose rows the caller has locked to finished_tasks as failed or cancelled; '
-  'an error, one for each id, that is null keeps the last one.';
+  'an error that is null, or missing, keeps the last one.';
 
 revoke all on function pgsched._finish_tasks from public;
 
 create function pgsched._requeue_tasks(
-    p_ids bigint[], p_errors text[], p_run_at timestamptz, p_uncount integer default 0)
+    p_ids bigint[], p_errors text[], p_run_at timestamptz[], p_uncount integer default 0)
   returns void
   language sql
 as $$
   update pgsched.scheduled_tasks as t
-     set status = 'queued', run_at = p_run_at, attempt = t.attempt - p_uncount,
+     set status = 'queued', run_at = g.run_at, attempt = t.attempt - p_uncount,
          claim_token = null, claimed_by = null, claimed_at = null, lease_expires_at = null,
          last_error = coalesce(g.error, t.last_error)
-    from unnest(p_ids, p_errors) as g (id, error)
+    from unnest(p_ids, p_errors, p_run_at) as g (id, error, run_at)
    where t.id = g.id
 $$;
 
 comment on function pgsched._requeue_tasks is
-  'Makes tasks whose rows the caller has locked queued again, their claim over; an error, one for '
-  'each id, that is null keeps the last one; p_uncount 1 takes the claim back out of attempt.';
+  'Makes tasks whose rows the caller has locked queued again, their claim over; an error that is '
+  'null, or missing, keeps the last one; p_uncount 1 takes the claim back out of attempt.';
 
 revoke all on function pgsched._requeue_tasks from public;
+
+-- Doubling, and up to half as much again at random: the next wait is never shorter than the last,
+-- and tasks that failed together have spread by the time their wait reaches the limit. 2^40 is past
+-- any limit and far from an overflow.
+create function pgsched._backoff_seconds(p_queue text, p_attempt integer)
+  returns double precision
+  language sql
+  volatile
+as $$
+  select least(
+           date_part('epoch', coalesce(q.retry_delay, '1 second'))
+             * 2.0 ^ least(p_attempt - 1, 40) * (1 + random() / 2),
+           date_part('epoch', coalesce(q.retry_delay_max, '1 hour')))
+    from (select) as always
+    left join pgsched.queues as q on q.name = p_queue
+$$;
+
+comment on function pgsched._backoff_seconds is
+  'Wait in seconds after failed attempt n of a queue: retry_delay * 2^(n-1), up to half as much '
+  'again at random, at most retry_delay_max.';
+
+revoke all on function pgsched._backoff_seconds from public;
+
+create function pgsched._clip(p_text text)
+  returns text
+  language sql
+  immutable
+as $$
+  select case
+           when octet_length(p_text) <= 8192 then p_text
+           when octet_length(left(p_text, 8192)) <= 8192 then left(p_text, 8192)
+           else left(p_text, 2048)
+         end
+$$;
+
+comment on function pgsched._clip is
+  'The text cut to 8192 bytes or less without splitting a character (of at most 4 bytes).';
+
+revoke all on function pgsched._clip from public;
+
+create function pgsched._end_attempts(
+    p_ids bigint[], p_errors text[], p_retry_seconds double precision[], p_permanent boolean[])
+  returns table (id bigint, status text, run_at timestamptz)
+  language plpgsql
+as $$
+#variable_conflict use_column
+declare
+  -- The row locks have given this transaction its id: what becomes queued is not older than that.
+  v_now timestamptz := clock_timestamp();
+  v_group record;
+begin
+  for v_group in
+    select j.status, array_agg(j.id order by j.id) as ids,
+           array_agg(j.error order by j.id) as errors,
+           array_agg(v_now + j.wait * interval '1 second' order by j.id) as run_at
+      from (select a.*,
+                   case when a.status = 'queued' then
+                     coalesce(a.retry_seconds, pgsched._backoff_seconds(a.queue, a.attempt))
+                   end as wait
+              from (select t.id, t.queue, t.attempt, pgsched._clip(g.error) as error,
+                           g.retry_seconds,
+                           case
+                             when t.cancel_requested_at is not null then 'cancelled'
+                             when g.permanent or t.attempt >= t.max_attempts then 'failed'
+                             else 'queued'
+                           end as status
+                      from unnest(p_ids, p_errors, p_retry_seconds, p_permanent)
+                             as g (id, error, retry_seconds, permanent)
+                      join pgsched.scheduled_tasks as t on t.id = g.id
+                    offset 0) as a) as j
+     group by j.status
+  loop
+    if v_group.status = 'queued' then
+      perform pgsched._requeue_tasks(v_group.ids, v_group.errors, v_group.run_at);
+    else
+      perform pgsched._finish_tasks(v_group.ids, v_group.errors, v_group.status, v_now);
+    end if;
+    return query
+    select g.id, v_group.status, g.run_at
+      from unnest(v_group.ids, v_group.run_at) as g (id, run_at);
+  end loop;
+end;
+$$;
+
+comment on function pgsched._end_attempts is
+  'Ends, without success, claims whose rows the caller has locked, and says what became of each. '
+  'Seconds that are null: the backoff of the queue.';
+
+revoke all on function pgsched._end_attempts from public;
+
+create function pgsched._release_claims(p_ids bigint[], p_run_at timestamptz[])
+  returns table (id bigint, status text)
+  language plpgsql
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_group record;
+begin
+  for v_group in
+    select t.cancel_requested_at is not null as cancelled, array_agg(t.id order by t.id) as ids,
+           array_agg(greatest(g.run_at, v_now) order by t.id) as run_at
+      from unnest(p_ids, p_run_at) as g (id, run_at)
+      join pgsched.scheduled_tasks as t on t.id = g.id
+     group by t.cancel_requested_at is not null
+  loop
+    if v_group.cancelled then
+      perform pgsched._finish_tasks(v_group.ids, '{}', 'cancelled', v_now);
+    else
+      perform pgsched._requeue_tasks(v_group.ids, '{}', v_group.run_at, 1);
+    end if;
+    return query
+    select g.id, case when v_group.cancelled then 'cancelled' else 'queued' end
+      from unnest(v_group.ids) as g (id);
+  end loop;
+end;
+$$;
+
+comment on function pgsched._release_claims is
+  'Gives back claims whose rows the caller has locked, uncounted, due at the given times, not '
+  'before now; says what became of each.';
+
+revoke all on function pgsched._release_claims from public;
 
 create function pgsched.notify_channel(p_queue text)
   returns text
@@ -1259,12 +1450,7 @@ as $$
 #variable_conflict use_column
 begin
   perform pgsched._check_batch(p_ids, p_claim_tokens);
-  if cardinality(p_results) <> cardinality(p_ids) or array_ndims(p_results) > 1 then
-    raise exception using
-      errcode = 'TS400',
-      message = 'p_ids and p_results do not pair up',
-      hint = 'Give one result for each id, null for none, or null instead of the array.';
-  end if;
+  perform pgsched._check_column('p_results', p_results, p_ids);
 
   return query
   with given as materialized (
@@ -1336,12 +1522,7 @@ create function pgsched.fail_task(
 as $$
 #variable_conflict use_column
 declare
-  v_retry_seconds double precision := date_part('epoch', p_retry_in);
-  v_error text := pgsched._clip(p_error);
-  v_now timestamptz;
-  v_task pgsched.scheduled_tasks;
-  v_status text;
-  v_run_at timestamptz;
+  v_retry_seconds double precision := pgsched._retry_seconds(p_retry_in);
 begin
   if p_permanent is null then
     raise exception using
@@ -1349,28 +1530,11 @@ begin
       message = 'p_permanent must not be null',
       hint = 'Give true or false.';
   end if;
-  if not v_retry_seconds between 0 and 31536000 then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_retry_in is out of range: %s', p_retry_in),
-      hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
-  end if;
-
-  v_task := pgsched._lock_claim(p_id, p_claim_token);
-  v_now := clock_timestamp();
-  v_status := case
-                when v_task.cancel_requested_at is not null then 'cancelled'
-                when p_permanent or v_task.attempt >= v_task.max_attempts then 'failed'
-                else 'queued'
-              end;
-  if v_status = 'queued' then
-    v_run_at := v_now + interval '1 second'
-                * coalesce(v_retry_seconds, pgsched._backoff_seconds(v_task.queue, v_task.attempt));
-    perform pgsched._requeue_tasks(array[p_id], array[v_error], v_run_at);
-  else
-    perform pgsched._finish_tasks(array[p_id], array[v_error], v_status, v_now);
-  end if;
-  return query select v_status, v_run_at;
+  perform pgsched._lock_claim(p_id, p_claim_token);
+  return query
+  select e.status, e.run_at
+    from pgsched._end_attempts(
+           array[p_id], array[p_error], array[v_retry_seconds], array[p_permanent]) as e;
 end;
 $$;
 
@@ -1382,44 +1546,79 @@ comment on function pgsched.fail_task is
 
 revoke all on function pgsched.fail_task from public;
 
--- Doubling, and up to half as much again at random: the next wait is never shorter than the last,
--- and tasks that failed together have spread by the time their wait reaches the limit. 2^40 is past
--- any limit and far from an overflow.
-create function pgsched._backoff_seconds(p_queue text, p_attempt integer)
-  returns double precision
-  language sql
-  volatile
+-- Takes no advisory lock and waits for no row: one handler's open transaction must not hold up what
+-- became of all other tasks of its process.
+create function pgsched.fail_tasks(
+    p_ids bigint[],
+    p_claim_tokens uuid[],
+    p_errors text[],
+    p_retry_in interval[] default null,
+    p_permanent boolean[] default null)
+  returns table (id bigint, outcome text, run_at timestamptz)
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set plan_cache_mode = force_generic_plan
+  set enable_seqscan = off
+  set jit = off
 as $$
-  select least(
-           date_part('epoch', coalesce(q.retry_delay, '1 second'))
-             * 2.0 ^ least(p_attempt - 1, 40) * (1 + random() / 2),
-           date_part('epoch', coalesce(q.retry_delay_max, '1 hour')))
-    from (select) as always
-    left join pgsched.queues as q on q.name = p_queue
+#variable_conflict use_column
+declare
+  v_retry_seconds double precision[];
+  v_locked bigint[];
+begin
+  perform pgsched._check_batch(p_ids, p_claim_tokens);
+  perform pgsched._check_column('p_errors', p_errors, p_ids);
+  perform pgsched._check_column('p_retry_in', p_retry_in, p_ids);
+  perform pgsched._check_column('p_permanent', p_permanent, p_ids);
+  v_retry_seconds := array(
+    select pgsched._retry_seconds(r.retry_in)
+      from unnest(p_retry_in) with ordinality as r (retry_in, position)
+     order by r.position);
+  v_locked := pgsched._lock_claims(p_ids, p_claim_tokens);
+
+  return query
+  with given as materialized (
+    select g.*,
+           row_number() over (partition by g.id, g.claim_token order by g.position) as repetition
+      from unnest(p_ids, p_claim_tokens, p_errors, v_retry_seconds, p_permanent)
+             with ordinality
+             as g (id, claim_token, error, retry_seconds, permanent, position)),
+  current as materialized (
+    select g.*
+      from given as g
+      join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
+     where g.id = any (v_locked) and g.repetition = 1),
+  ended as materialized (
+    select c.position, e.status, e.run_at
+      from pgsched._end_attempts(
+             array(select c.id from current as c order by c.position),
+             array(select c.error from current as c order by c.position),
+             array(select c.retry_seconds from current as c order by c.position),
+             array(select c.permanent from current as c order by c.position)) as e
+      join current as c on c.id = e.id)
+  select g.id,
+         case
+           when e.position is not null then e.status
+           when t.claim_token = g.claim_token and g.repetition = 1 then 'busy'
+           when t.id is not null or f.id is not null then 'stale'
+           else 'gone'
+         end,
+         e.run_at
+    from given as g
+    left join ended as e on e.position = g.position
+    left join pgsched.scheduled_tasks as t on t.id = g.id
+    left join pgsched.finished_tasks as f on f.id = g.id
+   order by g.position;
+end;
 $$;
 
-comment on function pgsched._backoff_seconds is
-  'Wait in seconds after failed attempt n of a queue: retry_delay * 2^(n-1), up to half as much '
-  'again at random, at most retry_delay_max.';
+comment on function pgsched.fail_tasks is
+  'Ends many claims without success and answers in the order given. queued, failed, cancelled: as '
+  'fail_task; stale: the claim is not current, nothing was changed; gone: no such task; busy: '
+  'another transaction has the row locked, nothing was changed, try again. Raises TS400.';
 
-revoke all on function pgsched._backoff_seconds from public;
-
-create function pgsched._clip(p_text text)
-  returns text
-  language sql
-  immutable
-as $$
-  select case
-           when octet_length(p_text) <= 8192 then p_text
-           when octet_length(left(p_text, 8192)) <= 8192 then left(p_text, 8192)
-           else left(p_text, 2048)
-         end
-$$;
-
-comment on function pgsched._clip is
-  'The text cut to 8192 bytes or less without splitting a character (of at most 4 bytes).';
-
-revoke all on function pgsched._clip from public;
+revoke all on function pgsched.fail_tasks from public;
 
 create function pgsched.release_task(
     p_id bigint,
@@ -1431,18 +1630,10 @@ create function pgsched.release_task(
   set search_path = pg_catalog, pg_temp
   set enable_seqscan = off
 as $$
-declare
-  v_task pgsched.scheduled_tasks;
-  v_now timestamptz;
 begin
   p_run_at := pgsched._run_at(p_run_at);
-  v_task := pgsched._lock_claim(p_id, p_claim_token);
-  v_now := clock_timestamp();
-  if v_task.cancel_requested_at is not null then
-    perform pgsched._finish_tasks(array[p_id], array[null], 'cancelled', v_now);
-  else
-    perform pgsched._requeue_tasks(array[p_id], array[null], greatest(p_run_at, v_now), 1);
-  end if;
+  perform pgsched._lock_claim(p_id, p_claim_token);
+  perform pgsched._release_claims(array[p_id], array[p_run_at]);
 end;
 $$;
 
@@ -1452,6 +1643,68 @@ comment on function pgsched.release_task is
   'Raises TS400, TS404 (no such task), TS409 (claim not current: nothing was changed).';
 
 revoke all on function pgsched.release_task from public;
+
+-- Takes no advisory lock and waits for no row, as fail_tasks.
+create function pgsched.release_tasks(
+    p_ids bigint[],
+    p_claim_tokens uuid[],
+    p_run_at timestamptz[] default null)
+  returns table (id bigint, outcome text)
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set plan_cache_mode = force_generic_plan
+  set enable_seqscan = off
+  set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_locked bigint[];
+begin
+  perform pgsched._check_batch(p_ids, p_claim_tokens);
+  perform pgsched._check_column('p_run_at', p_run_at, p_ids);
+  perform pgsched._run_at(r.run_at) from unnest(p_run_at) as r (run_at);
+  v_locked := pgsched._lock_claims(p_ids, p_claim_tokens);
+
+  return query
+  with given as materialized (
+    select g.*,
+           row_number() over (partition by g.id, g.claim_token order by g.position) as repetition
+      from unnest(p_ids, p_claim_tokens, p_run_at)
+             with ordinality as g (id, claim_token, run_at, position)),
+  current as materialized (
+    select g.*
+      from given as g
+      join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
+     where g.id = any (v_locked) and g.repetition = 1),
+  ended as materialized (
+    select c.position, e.status
+      from pgsched._release_claims(
+             array(select c.id from current as c order by c.position),
+             array(select c.run_at from current as c order by c.position)) as e
+      join current as c on c.id = e.id)
+  select g.id,
+         case
+           when e.position is not null then e.status
+           when t.claim_token = g.claim_token and g.repetition = 1 then 'busy'
+           when t.id is not null or f.id is not null then 'stale'
+           else 'gone'
+         end
+    from given as g
+    left join ended as e on e.position = g.position
+    left join pgsched.scheduled_tasks as t on t.id = g.id
+    left join pgsched.finished_tasks as f on f.id = g.id
+   order by g.position;
+end;
+$$;
+
+comment on function pgsched.release_tasks is
+  'Gives many claims back and answers in the order given. queued: due at the time given (null or '
+  'past: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim is not '
+  'current, nothing was changed; gone: no such task; busy: another transaction has the row locked, '
+  'nothing was changed, try again. Raises TS400.';
+
+revoke all on function pgsched.release_tasks from public;
 
 create function pgsched.register_worker(p_name text, p_queues text[], p_slots integer)
   returns bigint
@@ -1754,7 +2007,6 @@ as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_ids bigint[];
-  v_outcome record;
 begin
   if (p_limit between 1 and 1000) is not true then
     raise exception using
@@ -1780,31 +2032,18 @@ begin
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);
 
-  -- The row locks have given this transaction its id: read the clock again before run_at is set.
-  v_now := clock_timestamp();
-  for v_outcome in
-    select t.status,
-           array_agg(t.id order by t.id) as ids,
-           array_agg(t.error order by t.id) as errors
-      from (select r.id,
-                   format('worker %s was lost: its lease ended during attempt %s',
-                          r.claimed_by, r.attempt) as error,
-                   case
-                     when r.cancel_requested_at is not null then 'cancelled'
-                     when r.attempt >= r.max_attempts then 'failed'
-                     else 'queued'
-                   end as status
-              from pgsched.scheduled_tasks as r
-             where r.id = any (v_ids)) as t
-     group by t.status
-  loop
-    if v_outcome.status = 'queued' then
-      perform pgsched._requeue_tasks(v_outcome.ids, v_outcome.errors, v_now);
-    else
-      perform pgsched._finish_tasks(v_outcome.ids, v_outcome.errors, v_outcome.status, v_now);
-    end if;
-    return query select unnest(v_outcome.ids), v_outcome.status;
-  end loop;
+  return query
+  select e.id, e.status
+    from pgsched._end_attempts(
+           v_ids,
+           array(
+             select format('worker %s was lost: its lease ended during attempt %s',
+                           t.claimed_by, t.attempt)
+               from unnest(v_ids) with ordinality as i (id, position)
+               join pgsched.scheduled_tasks as t on t.id = i.id
+              order by i.position),
+           array_fill(0::double precision, array[cardinality(v_ids)]),
+           null) as e;
 end;
 $$;
 

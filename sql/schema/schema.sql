@@ -27,7 +27,9 @@ create schema pgsched;
 \ir functions/complete_task.sql
 \ir functions/complete_tasks.sql
 \ir functions/fail_task.sql
+\ir functions/fail_tasks.sql
 \ir functions/release_task.sql
+\ir functions/release_tasks.sql
 \ir functions/register_worker.sql
 \ir functions/unregister_worker.sql
 

@@ -66,6 +66,29 @@ comment on function pgsched._lease_seconds is
 
 revoke all on function pgsched._lease_seconds from public;
 
+create function pgsched._retry_seconds(p_retry_in interval)
+  returns double precision
+  language plpgsql
+  immutable
+as $$
+declare
+  v_seconds double precision := date_part('epoch', p_retry_in);
+begin
+  if not v_seconds between 0 and 31536000 then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_retry_in is out of range: %s', p_retry_in),
+      hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
+  end if;
+  return v_seconds;
+end;
+$$;
+
+comment on function pgsched._retry_seconds is
+  'A wait before the next attempt in seconds; TS400 unless it is null or 0 to 365 days.';
+
+revoke all on function pgsched._retry_seconds from public;
+
 -- Years of five digits are where clients stop reading timestamps (Python's datetime ends at 9999).
 create function pgsched._run_at_fault(p_value timestamptz)
   returns text[]
@@ -178,3 +201,23 @@ comment on function pgsched._check_batch is
   'Raises TS400 unless both arrays have one dimension, equal length and no null.';
 
 revoke all on function pgsched._check_batch from public;
+
+create function pgsched._check_column(p_argument text, p_values anyarray, p_ids bigint[])
+  returns void
+  language plpgsql
+  immutable
+as $$
+begin
+  if cardinality(p_values) <> cardinality(p_ids) or array_ndims(p_values) > 1 then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_ids and %s do not pair up', p_argument),
+      hint = 'Give one value for each id, null for none, or null instead of the array.';
+  end if;
+end;
+$$;
+
+comment on function pgsched._check_column is
+  'Raises TS400 unless the array is null or has one dimension and as many values as there are ids.';
+
+revoke all on function pgsched._check_column from public;

@@ -62,6 +62,31 @@ comment on function pgsched._lock_claim is
 
 revoke all on function pgsched._lock_claim from public;
 
+-- In id order, and waits for nobody: a row that somebody has locked is not among them.
+create function pgsched._lock_claims(p_ids bigint[], p_claim_tokens uuid[])
+  returns bigint[]
+  language sql
+  set plan_cache_mode = force_generic_plan
+  set enable_seqscan = off
+as $$
+  select array(
+    select t.id
+      from pgsched.scheduled_tasks as t
+     where t.id = any (p_ids)
+       and exists (
+           select
+             from unnest(p_ids, p_claim_tokens) as g (id, claim_token)
+            where g.id = t.id and g.claim_token = t.claim_token)
+     order by t.id
+       for update of t skip locked)
+$$;
+
+comment on function pgsched._lock_claims is
+  'The ids of those claims that are current, their rows locked until the caller''s transaction '
+  'ends, without those that another transaction has locked.';
+
+revoke all on function pgsched._lock_claims from public;
+
 -- One statement over both tables: a task that moves between them is seen in one of them.
 create function pgsched._status(p_id bigint)
   returns text

@@ -15,12 +15,7 @@ as $$
 #variable_conflict use_column
 begin
   perform pgsched._check_batch(p_ids, p_claim_tokens);
-  if cardinality(p_results) <> cardinality(p_ids) or array_ndims(p_results) > 1 then
-    raise exception using
-      errcode = 'TS400',
-      message = 'p_ids and p_results do not pair up',
-      hint = 'Give one result for each id, null for none, or null instead of the array.';
-  end if;
+  perform pgsched._check_column('p_results', p_results, p_ids);
 
   return query
   with given as materialized (

@@ -14,7 +14,6 @@ as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_ids bigint[];
-  v_outcome record;
 begin
   if (p_limit between 1 and 1000) is not true then
     raise exception using
@@ -40,31 +39,18 @@ begin
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);
 
-  -- The row locks have given this transaction its id: read the clock again before run_at is set.
-  v_now := clock_timestamp();
-  for v_outcome in
-    select t.status,
-           array_agg(t.id order by t.id) as ids,
-           array_agg(t.error order by t.id) as errors
-      from (select r.id,
-                   format('worker %s was lost: its lease ended during attempt %s',
-                          r.claimed_by, r.attempt) as error,
-                   case
-                     when r.cancel_requested_at is not null then 'cancelled'
-                     when r.attempt >= r.max_attempts then 'failed'
-                     else 'queued'
-                   end as status
-              from pgsched.scheduled_tasks as r
-             where r.id = any (v_ids)) as t
-     group by t.status
-  loop
-    if v_outcome.status = 'queued' then
-      perform pgsched._requeue_tasks(v_outcome.ids, v_outcome.errors, v_now);
-    else
-      perform pgsched._finish_tasks(v_outcome.ids, v_outcome.errors, v_outcome.status, v_now);
-    end if;
-    return query select unnest(v_outcome.ids), v_outcome.status;
-  end loop;
+  return query
+  select e.id, e.status
+    from pgsched._end_attempts(
+           v_ids,
+           array(
+             select format('worker %s was lost: its lease ended during attempt %s',
+                           t.claimed_by, t.attempt)
+               from unnest(v_ids) with ordinality as i (id, position)
+               join pgsched.scheduled_tasks as t on t.id = i.id
+              order by i.position),
+           array_fill(0::double precision, array[cardinality(v_ids)]),
+           null) as e;
 end;
 $$;
 

@@ -8,18 +8,10 @@ create function pgsched.release_task(
   set search_path = pg_catalog, pg_temp
   set enable_seqscan = off
 as $$
-declare
-  v_task pgsched.scheduled_tasks;
-  v_now timestamptz;
 begin
   p_run_at := pgsched._run_at(p_run_at);
-  v_task := pgsched._lock_claim(p_id, p_claim_token);
-  v_now := clock_timestamp();
-  if v_task.cancel_requested_at is not null then
-    perform pgsched._finish_tasks(array[p_id], array[null], 'cancelled', v_now);
-  else
-    perform pgsched._requeue_tasks(array[p_id], array[null], greatest(p_run_at, v_now), 1);
-  end if;
+  perform pgsched._lock_claim(p_id, p_claim_token);
+  perform pgsched._release_claims(array[p_id], array[p_run_at]);
 end;
 $$;
 
