@@ -5,6 +5,7 @@ an SQLSTATE of pgsched's stands for is told by pgsched.errors.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ from datetime import UTC, datetime, timedelta
 from threading import Event
 from typing import Any
 from uuid import UUID
+from weakref import WeakSet
 
 import psycopg
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import tuple_row
 
@@ -117,7 +120,7 @@ def connect(dsn: str, *, application_name: str) -> Connection:
     """An autocommit connection that a transaction-mode pooler may sit behind: no session state."""
     given = dsn_parameters(dsn)
     try:
-        return psycopg.connect(
+        connection = psycopg.connect(
             dsn,
             autocommit=True,
             prepare_threshold=None,
@@ -129,6 +132,23 @@ def connect(dsn: str, *, application_name: str) -> Connection:
         )
     except UnicodeError:
         raise InvalidArgument("dsn: the name of the host cannot be one") from None
+    _connections.add(connection)
+    return connection
+
+
+_connections: WeakSet[Connection] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: whatever it does with these connections does not reach the server."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for connection in _connections:
+        if not connection.closed:
+            os.dup2(nowhere, connection.fileno())
+    os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def enqueue(
@@ -238,7 +258,7 @@ def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) ->
           from pgsched.extend_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_lease => %s) as e
         """,
-        ([claim.id for claim in claims], [claim.token for claim in claims], lease),
+        (*_ids_and_tokens(claims), lease),
     )
     return [outcome for (outcome,) in rows]
 
@@ -257,47 +277,66 @@ def complete_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
                  p_results => %s::text[]::jsonb[]) as c
         """,
-        ([claim.id for claim in claims], [claim.token for claim in claims], list(results)),
+        (*_ids_and_tokens(claims), list(results)),
     )
     return [outcome for (outcome,) in rows]
 
 
-def fail_task(
-    conn: Connection, claim: Claim, error: str, retry_in: timedelta | None, permanent: bool
-) -> str:
-    """What became of the task: queued (it will be tried again), failed or cancelled.
-
-    Waits 0.1 s for another transaction that acts on it, then psycopg.errors.LockNotAvailable. The
-    timeout is set by the statement itself: a transaction of several could be left open, with the
-    task's lock, by a process that is stopped between two of them.
-    """
-    [(status,)] = conn.execute(
+def fail_tasks(
+    conn: Connection,
+    claims: Sequence[Claim],
+    errors: Sequence[str],
+    delays: Sequence[timedelta | None],
+    permanent: Sequence[bool],
+) -> list[str]:
+    """What became of each: queued (for another attempt), failed, cancelled, stale, gone or busy."""
+    rows = conn.execute(
         """
-        select f.status
-          from pgsched.fail_task(
-                 p_id => case set_config('lock_timeout', '100ms', true)
-                           when '100ms' then %s::bigint end,
-                 p_claim_token => %s, p_error => %s, p_retry_in => %s, p_permanent => %s) as f
+        select f.outcome
+          from pgsched.fail_tasks(
+                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_errors => %s::text[],
+                 p_retry_in => %s::interval[], p_permanent => %s::boolean[]) as f
         """,
-        (claim.id, claim.token, error, retry_in, permanent),
+        (*_ids_and_tokens(claims), list(errors), list(delays), list(permanent)),
     )
-    return str(status)
+    return [outcome for (outcome,) in rows]
 
 
-def release_task(conn: Connection, claim: Claim, delay: timedelta) -> None:
-    """Give a claim back, due again after ``delay`` by the server's clock; attempt not counted.
+def release_tasks(
+    conn: Connection, claims: Sequence[Claim], delays: Sequence[timedelta | None]
+) -> list[str]:
+    """What became of each: queued (due after its delay), cancelled, stale, gone or busy."""
+    rows = conn.execute(
+        """
+        select r.outcome
+          from pgsched.release_tasks(
+                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
+                 p_delay => %s::interval[]) as r
+        """,
+        (*_ids_and_tokens(claims), list(delays)),
+    )
+    return [outcome for (outcome,) in rows]
 
-    Waits as fail_task does.
-    """
+
+def _ids_and_tokens(claims: Sequence[Claim]) -> tuple[list[int], list[UUID]]:
+    return [claim.id for claim in claims], [claim.token for claim in claims]
+
+
+def hold_task(conn: Connection, claim: Claim) -> None:
+    """Keep the claim until the transaction of ``conn`` ends."""
+    conn.execute(
+        "select pgsched.hold_task(p_id => %s::bigint, p_claim_token => %s)", (claim.id, claim.token)
+    )
+
+
+def complete_task(conn: Connection, claim: Claim, result: str | None) -> None:
+    """Complete the claim in the transaction of ``conn``; the result is JSON text."""
     conn.execute(
         """
-        select pgsched.release_task(
-                 p_id => case set_config('lock_timeout', '100ms', true)
-                           when '100ms' then %s::bigint end,
-                 p_claim_token => %s,
-                 p_run_at => pg_catalog.clock_timestamp() + %s::interval)
+        select pgsched.complete_task(
+                 p_id => %s::bigint, p_claim_token => %s, p_result => %s::jsonb)
         """,
-        (claim.id, claim.token, delay),
+        (claim.id, claim.token, result),
     )
 
 
@@ -307,6 +346,13 @@ def reap_stale(conn: Connection, limit: int) -> list[tuple[int, str]]:
         "select r.id, r.status from pgsched.reap_stale(p_limit => %s::integer) as r", (limit,)
     )
     return [(task_id, status) for task_id, status in rows]
+
+
+def prune_finished(conn: Connection, limit: int) -> int:
+    """How many finished tasks were deleted since their queues keep them no longer."""
+    [(deleted,)] = conn.execute("select pgsched.prune_finished(p_limit => %s::integer)", (limit,))
+    assert isinstance(deleted, int)
+    return deleted
 
 
 def register_worker(conn: Connection, name: str, queues: Sequence[str], slots: int) -> int:
@@ -325,6 +371,30 @@ def register_worker(conn: Connection, name: str, queues: Sequence[str], slots: i
 def unregister_worker(conn: Connection, worker_id: int) -> None:
     """The worker process ends."""
     conn.execute("select pgsched.unregister_worker(p_id => %s::bigint)", (worker_id,))
+
+
+def register_listener(conn: Connection, worker_id: int, queues: Sequence[str]) -> None:
+    """The worker listens for these queues now."""
+    conn.execute(
+        """
+        select pgsched.register_listener(
+                 p_worker_id => %s::bigint, p_queues => %s::text[])
+        """,
+        (worker_id, list(queues)),
+    )
+
+
+def listen(conn: Connection, queue: str) -> str:
+    """Listen for new tasks of a queue; returns the channel."""
+    [(channel,)] = conn.execute("select pgsched.notify_channel(p_queue => %s)", (queue,))
+    conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+    return str(channel)
+
+
+def is_pooled(conn: Connection) -> bool:
+    """Whether a pooler sits between: statements may run in another session than they seem to."""
+    [(pid,)] = conn.execute("select pg_backend_pid()")
+    return bool(pid != conn.info.backend_pid)
 
 
 def queue_stats(conn: Connection) -> list[QueueStats]:

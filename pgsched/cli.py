@@ -70,10 +70,13 @@ def migrate_command(dsn: str) -> None:
 @click.option("--lease", type=float, metavar="SECONDS", help="How long a claim is held.")
 @click.option("--poll-interval", type=float, metavar="SECONDS", help="Rest of an idle queue.")
 @click.option("--grace", type=float, metavar="SECONDS", help="Time to finish after a stop.")
+@click.option("--listen-dsn", help="Database to LISTEN on, when --dsn leads through a pooler.")
+@click.option("--connections", type=int, help="For handlers that take one.")
+@click.option("--drain", is_flag=True, help="End when no task is due and none runs.")
 @click.option("--metrics-port", type=int, help="Serve Prometheus metrics on this port.")
 @click.option("--metrics-host", help="Address for it. Default: all of this machine.")
 @click.option("--verbose", is_flag=True, help="Log every task.")
-def worker_command(app: str, verbose: bool, **options: Any) -> None:
+def worker_command(app: str, drain: bool, verbose: bool, **options: Any) -> None:
     """Run a worker until SIGTERM or SIGINT; a second signal ends it at once.
 
     APP says where the pgsched.Worker is, as module:name. Options replace what it was made with.
@@ -85,7 +88,7 @@ def worker_command(app: str, verbose: bool, **options: Any) -> None:
     for name, value in options.items():
         if value not in (None, ()):
             setattr(worker, name, value)
-    running = worker.run()
+    running = worker.run(drain=drain)
     # A further signal must neither spoil the exit code nor wait for threads that handlers made.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))

@@ -69,7 +69,7 @@ create trigger log_ending after update on pgsched.scheduled_tasks
 
 
 class _DemoWorker(Worker):
-    def run(self) -> int:
+    def run(self, *, drain: bool = False) -> int:
         """Also ends when the demo does, in whatever way: it holds the other end of our stdin."""
 
         def follow() -> None:
@@ -77,7 +77,7 @@ class _DemoWorker(Worker):
             self.stop()
 
         threading.Thread(target=follow, daemon=True).start()
-        return super().run()
+        return super().run(drain=drain)
 
 
 worker = _DemoWorker(queues=("small", "large"))

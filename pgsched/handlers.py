@@ -1,4 +1,4 @@
-"""Runs handlers: plain functions in threads, coroutines on one event loop. Knows no database."""
+"""Runs handlers: plain functions in threads, coroutines on one event loop."""
 
 import asyncio
 import contextlib
@@ -6,18 +6,21 @@ import inspect
 import json
 import logging
 import queue
+import random
 import threading
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, cast
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
 from uuid import UUID
 
-from pgsched.calls import Claim, Task, to_json
+from pgsched.calls import Claim, Connection, Task, to_json
 from pgsched.errors import Fail, InvalidArgument, Retry, Snooze
-
-Handler = Callable[[Task], Any | Awaitable[Any]]
+from pgsched.transactions import NotBegun, Transactions
 
 log = logging.getLogger("pgsched")
 
@@ -27,23 +30,50 @@ RESULT_LENGTH = 1_048_576
 """Bytes of a result's JSON: a batch of a hundred has to fit in one message."""
 CANCEL_SECONDS = 1.0
 """How long cancelled coroutines get when the event loop ends."""
+ELSEWHERE_SECONDS = (15.0, 45.0)
+"""How long a task that cannot be run here is left to other workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A function that handles tasks of a type; ``timeout`` in seconds."""
+
+    function: Callable[..., Any]
+    timeout: float | None = None
+    is_coroutine: bool = field(init=False)
+    takes_connection: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_coroutine", inspect.iscoroutinefunction(self.function))
+        object.__setattr__(self, "takes_connection", _required_arguments(self.function) > 1)
+        if self.is_coroutine and self.takes_connection:
+            raise InvalidArgument("a coroutine takes no connection: use a plain function")
+
+
+def _required_arguments(function: Callable[..., Any]) -> int:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in kinds and each.default is each.empty for each in parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a handler ended: what is to be told to the database."""
+    """How a handler ended: what is to be told to the database, unless it was ``recorded``."""
 
     claim: Claim
-    kind: Literal["completed", "failed", "released"]
+    kind: Literal["completed", "failed", "released", "recorded"]
     result: str | None = None
     error: str = ""
     delay: timedelta | None = None
     permanent: bool = False
 
 
-Inbox = queue.SimpleQueue[Outcome | None]
-"""What handlers' threads and signal handlers tell the loop; None: stop. Its put never deadlocks, as
-the lock of an Event does when a signal comes at the wrong moment."""
+def elsewhere(claim: Claim) -> Outcome:
+    """The claim is given back, for other workers."""
+    return Outcome(claim, "released", delay=timedelta(seconds=random.uniform(*ELSEWHERE_SECONDS)))
 
 
 def error_text(error: BaseException) -> str:
@@ -57,18 +87,31 @@ def error_text(error: BaseException) -> str:
 
 
 class Executor:
-    """Runs each claim's handler, plain functions in up to ``threads`` daemon threads.
+    """Runs the handlers of claims, ``concurrency`` at once; further ones wait for their turn.
 
-    The caller bounds how many it starts. ``done`` is called from the thread that ran the handler.
-    A handler that never ends does not keep the process from ending.
+    ``running``: handlers that run. ``waiting``: claims whose handler has not begun, and since when
+    they wait, by time.monotonic(). ``deadlines``: when handlers with a timeout are to end, by
+    token. ``held``: tokens of claims that a transaction holds, until the caller discards them.
+    ``done`` is called from the thread that ran the handler. A handler that never ends does not keep
+    the process from ending.
     """
 
     def __init__(
-        self, handlers: Mapping[str, Handler], threads: int, done: Callable[[Outcome], None]
+        self,
+        handlers: Mapping[str, Handler],
+        concurrency: int,
+        transactions: Transactions,
+        done: Callable[[Outcome], None],
     ) -> None:
         self._handlers = handlers
-        self._threads = threads
+        self._concurrency = concurrency
+        self._transactions = transactions
         self._done = done
+        self._lock = threading.Lock()
+        self.running = 0
+        self.waiting: dict[UUID, tuple[Claim, float]] = {}
+        self.deadlines: dict[UUID, float] = {}
+        self.held: set[UUID] = set()
         self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
         self._spawned = 0
         self._idle = threading.Semaphore(0)
@@ -78,26 +121,33 @@ class Executor:
         self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
 
     def start(self, claim: Claim) -> None:
-        """Run the handler of a claim whose type has one; returns at once.
+        """Run the handler of a claim, whose type has one, now or when it is its turn."""
+        with self._lock:
+            if self.running >= self._concurrency:
+                self.waiting[claim.token] = claim, time.monotonic()
+                return
+            self.running += 1
+        self._launch(claim)
 
-        Raises RuntimeError or OSError, and runs nothing, when the system has no more threads.
+    def withdraw(self) -> list[Claim]:
+        """The claims whose handlers have not begun, and will not begin now."""
+        with self._lock:
+            claims = [claim for claim, _ in self.waiting.values()]
+            self.waiting.clear()
+        return claims
+
+    def cancel(self, claim: Claim) -> bool:
+        """Cancel a coroutine; a plain function only sees ``task.cancelled``.
+
+        Returns whether the handler has not begun, and will not: there will be no outcome.
         """
-        if inspect.iscoroutinefunction(self._handlers[claim.task_type]):
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-            if self._loop_thread is None:
-                self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
-            self._loop.call_soon_threadsafe(self._start_coroutine, claim)
-            return
-        if not self._idle.acquire(blocking=False) and self._spawned < self._threads:
-            self._spawn(self._run_functions, "pgsched-handler")
-            self._spawned += 1
-        self._work.put(claim)
-
-    def cancel(self, token: UUID) -> None:
-        """Cancel the coroutine of a claim; a plain function only sees ``task.cancelled``."""
+        claim.cancelled.set()
+        with self._lock:
+            if self.waiting.pop(claim.token, None):
+                return True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cancel_coroutine, token)
+            self._loop.call_soon_threadsafe(self._cancel_coroutine, claim.token)
+        return False
 
     def close(self) -> None:
         """Cancel what runs on the event loop and end that; functions may run to their end."""
@@ -106,6 +156,43 @@ class Executor:
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._begin_end)
             self._loop_thread.join(2 * CANCEL_SECONDS)
+        self._transactions.close()
+
+    def _launch(self, claim: Claim) -> None:
+        """Hand a claim, which counts as running, to a thread or to the event loop."""
+        handler = self._handlers[claim.task_type]
+        try:
+            if handler.is_coroutine:
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                if self._loop_thread is None:
+                    self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
+            elif not self._idle.acquire(blocking=False) and self._spawned < self._concurrency:
+                self._spawn(self._run_functions, "pgsched-handler")
+                self._spawned += 1
+        except (RuntimeError, OSError) as error:
+            log.error("cannot start a handler, left to other workers: error=%r", str(error))
+            with self._lock:
+                self.running -= 1
+            self._done(elsewhere(claim))
+            return
+        if handler.timeout is not None:
+            self.deadlines[claim.token] = time.monotonic() + handler.timeout
+        if handler.is_coroutine:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._start_coroutine, claim)
+        else:
+            self._work.put(claim)
+
+    def _end(self, outcome: Outcome) -> None:
+        """A handler has ended: the next one may begin."""
+        self.deadlines.pop(outcome.claim.token, None)
+        with self._lock:
+            following = self.waiting.pop(next(iter(self.waiting)))[0] if self.waiting else None
+            self.running -= following is None
+        if following is not None:
+            self._launch(following)
+        self._done(outcome)
 
     def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -114,13 +201,32 @@ class Executor:
 
     def _run_functions(self) -> None:
         while claim := self._work.get():
-            try:
-                outcome = _completed(claim, self._handlers[claim.task_type](_task(claim)))
-            # Also SystemExit and KeyboardInterrupt: a handler ends its task, not the worker.
-            except BaseException as error:
-                outcome = _ended_by(claim, error)
+            handler = self._handlers[claim.task_type]
+            if handler.takes_connection:
+                outcome = self._run_in_transaction(claim, handler)
+            else:
+                outcome = run_function(claim, handler)
             self._idle.release()
-            self._done(outcome)
+            self._end(outcome)
+
+    def _run_in_transaction(self, claim: Claim, handler: Handler) -> Outcome:
+        result: str | None = None
+
+        def work(connection: Connection) -> str | None:
+            nonlocal result
+            result = _json(handler.function(_task(claim), connection))
+            return result
+
+        # Its lease is not extended meanwhile: that would change the row under its transaction.
+        self.held.add(claim.token)
+        try:
+            self._transactions.run(claim, work)
+            return Outcome(claim, "recorded", result=result)
+        except NotBegun as error:
+            log.warning("no transaction: task=%d error=%r", claim.id, str(error.__cause__).strip())
+            return Outcome(claim, "released", delay=timedelta(seconds=random.uniform(1, 5)))
+        except BaseException as error:
+            return _ended_by(claim, error)
 
     # What follows runs on the thread of the event loop.
 
@@ -133,9 +239,9 @@ class Executor:
         self._loop.close()
 
     def _begin_end(self) -> None:
-        self._ending = asyncio.get_running_loop().create_task(self._end())
+        self._ending = asyncio.get_running_loop().create_task(self._end_loop())
 
-    async def _end(self) -> None:
+    async def _end_loop(self) -> None:
         for coroutine in self._coroutines.values():
             coroutine.cancel()
         if self._coroutines:
@@ -143,18 +249,19 @@ class Executor:
         asyncio.get_running_loop().stop()
 
     def _start_coroutine(self, claim: Claim) -> None:
-        coroutine = asyncio.get_running_loop().create_task(self._run_coroutine(claim))
+        coroutine = asyncio.get_running_loop().create_task(
+            run_coroutine(claim, self._handlers[claim.task_type])
+        )
         self._coroutines[claim.token] = coroutine
 
         def ended(coroutine: asyncio.Task[Outcome]) -> None:
             del self._coroutines[claim.token]
             # Cancelled before its first step, it could not make an outcome of that itself.
-            outcome = (
+            self._end(
                 _ended_by(claim, asyncio.CancelledError())
                 if coroutine.cancelled()
                 else coroutine.result()
             )
-            self._done(outcome)
 
         coroutine.add_done_callback(ended)
 
@@ -162,12 +269,22 @@ class Executor:
         if coroutine := self._coroutines.get(token):
             coroutine.cancel()
 
-    async def _run_coroutine(self, claim: Claim) -> Outcome:
-        handler = cast("Callable[[Task], Awaitable[Any]]", self._handlers[claim.task_type])
-        try:
-            return _completed(claim, await handler(_task(claim)))
-        except BaseException as error:
-            return _ended_by(claim, error)
+
+def run_function(claim: Claim, handler: Handler, *more: Any) -> Outcome:
+    """Run a plain function with its task, and what else it takes, here and now."""
+    try:
+        return Outcome(claim, "completed", result=_json(handler.function(_task(claim), *more)))
+    # Also SystemExit and KeyboardInterrupt: a handler ends its task, not the worker.
+    except BaseException as error:
+        return _ended_by(claim, error)
+
+
+async def run_coroutine(claim: Claim, handler: Handler) -> Outcome:
+    """Run a coroutine function with its task."""
+    try:
+        return Outcome(claim, "completed", result=_json(await handler.function(_task(claim))))
+    except BaseException as error:
+        return _ended_by(claim, error)
 
 
 def _task(claim: Claim) -> Task:
@@ -177,11 +294,11 @@ def _task(claim: Claim) -> Task:
         raise InvalidArgument(f"Python cannot read the payload: {error}") from error
 
 
-def _completed(claim: Claim, result: Any) -> Outcome:
+def _json(result: Any) -> str | None:
     text = None if result is None else to_json(result)
     if text is not None and len(text) > RESULT_LENGTH:
         raise InvalidArgument(f"result is {len(text)} bytes long, the limit is {RESULT_LENGTH}")
-    return Outcome(claim, "completed", result=text)
+    return text
 
 
 def _ended_by(claim: Claim, error: BaseException) -> Outcome:
@@ -203,9 +320,11 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
 
 def _log_failure(claim: Claim, error: BaseException) -> None:
     """Says where it came from, not its message, which may quote the payload: see last_error."""
-    told = isinstance(error, Fail | Retry)
+    frames = [] if isinstance(error, Fail | Retry) else traceback.extract_tb(error.__traceback__)
+    own = takewhile(lambda frame: Path(frame.filename).parent == Path(__file__).parent, frames)
+    text = "".join(traceback.format_list(frames[len(list(own)) :])).rstrip()
     log.warning(
         "attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s",
         *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__),
-        "" if told else "\n" + "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip(),
+        f"\n{text}" if text else "",
     )

@@ -1,6 +1,7 @@
 """The worker's loop: one thread owns the database. It reports, extends, reaps, claims, sleeps."""
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,23 +15,37 @@ import psycopg
 
 from pgsched import calls
 from pgsched.calls import Claim, Connection
-from pgsched.errors import ClaimLost, PgschedError, TaskNotFound, from_database
-from pgsched.handlers import Executor, Handler, Inbox, Outcome, error_text
+from pgsched.errors import PgschedError
+from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text
+from pgsched.listener import Listener
 from pgsched.metrics import Metrics
-from pgsched.worker import Worker
+from pgsched.transactions import Transactions
+from pgsched.worker import Inbox, Worker
 
 BATCH = 100
 """Most tasks of one claim, completion or reap: bounds how long each transaction is."""
+PREFETCH = 1000
+PREFETCH_SECONDS = 0.05
+"""Claimed beyond the free slots: what will begin within this time at the present rate, at most so
+many."""
+UNSTARTED_SECONDS = 1.0
+"""How long a claim may wait for a slot; then it is given back, for other workers."""
+RATE_SECONDS = 0.25
+"""Time over which the rate is measured."""
 REAP_SECONDS = 5.0
+PRUNE_SECONDS = 60.0
+PRUNE_BATCH = 500
 REGISTER_SECONDS = 60.0
+TIMEOUT_SECONDS = 0.2
+"""How often timeouts are looked at."""
+IDLE_SECONDS, BUSY_SECONDS = 1.0, 5.0
+"""After so long idle, the worker says that it listens; after so long busy, that it does not."""
 RETRY_SECONDS = (0.1, 5.0)
 """Wait before what failed is tried again, and, doubling, at most before each further time."""
-BUSY_SECONDS = 0.05
+LOCKED_SECONDS = 0.05
 """Wait before an outcome whose row another transaction had locked is reported again."""
 REFUSED_SECONDS = 1.0
 """Wait before an outcome that the database refused for now is reported again."""
-UNKNOWN_TYPE_SECONDS = (15.0, 45.0)
-"""How long a task that has no handler here is left to other workers."""
 
 REFUSED = ("22", "23", "54", "P0", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
@@ -38,6 +53,13 @@ USELESS = ("08", "25", "57P")
 """Classes of SQLSTATE that a new connection may cure: it is broken, or its server read-only."""
 NOTHING_GOES = ("08", "25", "40", "42", "53", "57P", "58")
 """Classes of SQLSTATE that say no to whatever is asked now; any other is about what was asked."""
+
+SETTLED = {
+    "completed": {"completed": "completed", "already": "completed"},
+    "failed": {"queued": "retried", "failed": "failed", "cancelled": "cancelled"},
+    "released": {"queued": "released", "cancelled": "cancelled"},
+}
+"""By kind of outcome: what the database answers when the claim is over by it, as it is counted."""
 
 T = TypeVar("T")
 
@@ -55,11 +77,18 @@ class Step:
     failures: int = 0
 
 
-class Loop:
-    """Runs once, in one thread; all it hears from others comes through its inbox.
+@dataclass(slots=True)
+class Share:
+    """What a queue has had of the slots. The queue with the least ``turn`` is served first."""
 
-    ``busy``: handlers that run.
-    """
+    weight: int
+    poll_at: float
+    turn: float = 0.0
+    empty: bool = True
+
+
+class Loop:
+    """Runs once, in one thread; all it hears from others comes through its inbox."""
 
     def __init__(
         self,
@@ -68,6 +97,8 @@ class Loop:
         handlers: Mapping[str, Handler],
         metrics: Metrics,
         inbox: Inbox,
+        *,
+        drain: bool,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -75,30 +106,46 @@ class Loop:
         self._handlers = handlers
         self._metrics = metrics
         self._inbox = inbox
+        self._drain = drain
         self._stopping = False
-        self._executor = Executor(handlers, settings.concurrency, inbox.put)
+        transactions = Transactions(settings.dsn, name, settings.connections)
+        self._executor = Executor(handlers, settings.concurrency, transactions, inbox.put)
         # From claim_task's answer until the database accepted the outcome. By token: the same task
         # may be claimed again while a lost claim's handler still runs.
         self._held: dict[UUID, Claim] = {}
         self._unreported: dict[UUID, Outcome] = {}
-        self.busy = 0
         self._worker_id: int | None = None
         self._unknown_types: set[str] = set()
         now = time.monotonic()
-        self._poll_at = dict.fromkeys(settings.queues, now)
+        self._rate = 0.0
+        self._ended, self._measured_at = 0, now
+        self._listener: Listener | None = None
+        self._announced = False
+        self._idle, self._idle_changed_at = False, now
+        self._shares = {queue: Share(weight, now) for queue, weight in settings.weights().items()}
         self._extension = Step(self._extend, lambda: bool(self._held), now + settings.lease / 3)
+        self._claiming = Step(self._claim, lambda: self._free() > 0 and not self._stopping, now)
         # The most urgent first.
         self._steps = (
             self._extension,
+            Step(self._time_out, lambda: bool(self._executor.deadlines), now),
+            Step(self._give_back, lambda: bool(self._executor.waiting), now),
             Step(self._report, lambda: bool(self._unreported), now),
             Step(self._register, lambda: True, now),
+            Step(self._announce, lambda: not self._stopping, now),
             Step(self._reap, lambda: True, now + REAP_SECONDS * random.random()),
-            Step(self._claim, lambda: self._free() > 0 and not self._stopping, now),
+            self._claiming,
+            Step(self._prune, lambda: True, now + PRUNE_SECONDS * random.random()),
         )
 
+    @property
+    def running(self) -> int:
+        """Handlers that run."""
+        return self._executor.running
+
     def run(self) -> None:
-        """Until stopped; see Worker.run."""
-        queues, types = ",".join(self._settings.queues), ",".join(self._handlers)
+        """Until stopped or, when it drains, nothing is due; see Worker.run."""
+        queues, types = ",".join(self._shares), ",".join(self._handlers)
         log.info("started: worker=%s queues=%s task_types=%s", self._name, queues, types)
         connection: Connection | None = None
         deadline: float | None = None
@@ -106,11 +153,12 @@ class Loop:
         wait = 0.0
         while True:
             self._receive(wait)
-            self._metrics.slots_busy.set(self.busy)
+            self._metrics.slots_busy.set(self.running)
             if self._stopping:
                 if deadline is None:
                     deadline = time.monotonic() + self._settings.grace
-                    log.info("stopping: worker=%s running=%d", self._name, self.busy)
+                    log.info("stopping: worker=%s running=%d", self._name, self.running)
+                    self._withdraw()
                 if not self._held or time.monotonic() >= deadline:
                     break
             try:
@@ -135,12 +183,16 @@ class Loop:
                     connection = None
             if deadline is not None:
                 wait = min(wait, deadline - time.monotonic()) if self._held else 0.0
+            elif self._drain and not self._held and self._claiming.at > time.monotonic():
+                self._stopping, wait = True, 0.0
         if self._held:
             log.warning(
                 "left to their leases: tasks=%s",
                 ",".join(str(claim.id) for claim in self._held.values()),
             )
         self._executor.close()
+        if self._listener is not None:
+            self._listener.close()
         if connection is not None:
             self._sign_off(connection)
         log.info("stopped: worker=%s", self._name)
@@ -160,6 +212,10 @@ class Loop:
                 connection.close()
                 raise
         log.info("connected: worker=%s", self._name)
+        if self._listener is None and not self._drain:
+            dsn = self._settings.listen_dsn
+            dsn = self._settings.dsn if dsn is None else dsn
+            self._listener = Listener(dsn, self._name, list(self._shares), self._inbox.put)
         return connection
 
     def _turn(self, connection: Connection) -> float:
@@ -185,8 +241,13 @@ class Loop:
         return max(0.0, min(s.at for s in self._steps if s.wanted()) - time.monotonic())
 
     def _free(self) -> int:
-        """Slots for new claims: what cannot be reported keeps its own."""
-        return self._settings.concurrency - self.busy - len(self._unreported)
+        """How many more claims can begin now or soon: what cannot be reported keeps its slot."""
+        prefetch = min(PREFETCH, int(self._rate * PREFETCH_SECONDS))
+        waiting = len(self._executor.waiting)
+        if waiting > prefetch // 2:
+            return 0  # later, and then more at once
+        used = self.running + waiting + len(self._unreported)
+        return self._settings.concurrency + prefetch - used
 
     def _receive(self, wait: float) -> None:
         """Sleep so long [s], less when a message comes; take over all that are there."""
@@ -195,74 +256,125 @@ class Loop:
             while True:
                 if message is None:
                     self._stopping = True
+                elif isinstance(message, str):
+                    self._shares[message].poll_at = self._claiming.at = time.monotonic()
                 else:
-                    self.busy -= 1
-                    # The outcome of a lost claim counts no more.
-                    if message.claim.token in self._held:
-                        self._unreported[message.claim.token] = message
+                    self._ended += 1
+                    self._take(message)
                 message = self._inbox.get_nowait()
         except Empty:
             pass
+        now = time.monotonic()
+        if (span := now - self._measured_at) > RATE_SECONDS / 100:
+            share = 1 - math.exp(-span / RATE_SECONDS)
+            self._rate += share * (self._ended / span - self._rate)
+            self._ended, self._measured_at = 0, now
+
+    def _take(self, outcome: Outcome) -> None:
+        token = outcome.claim.token
+        self._executor.held.discard(token)
+        # That of a lost claim, or of one that was timed out, counts no more.
+        if token not in self._held or token in self._unreported:
+            return
+        if outcome.kind == "recorded":
+            self._settle(outcome.claim, "completed")
+        else:
+            self._unreported[token] = outcome
+
+    def _withdraw(self) -> None:
+        """Give back, uncounted and due at once, what has not begun."""
+        for claim in self._executor.withdraw():
+            self._unreported[claim.token] = Outcome(claim, "released")
+
+    def _give_back(self, connection: Connection) -> float:
+        """What has waited too long: the handlers before it are slower than those before them."""
+        for _, since in list(self._executor.waiting.values())[:1]:
+            if time.monotonic() < since + UNSTARTED_SECONDS:
+                return since + UNSTARTED_SECONDS
+            self._withdraw()
+            self._rate = 0.0
+        return time.monotonic() + UNSTARTED_SECONDS
+
+    def _time_out(self, connection: Connection) -> float:
+        """End attempts whose time is over. A function may go on, and keeps its slot meanwhile."""
+        now = time.monotonic()
+        for token, deadline in list(self._executor.deadlines.items()):
+            claim = self._held.get(token)
+            if now >= deadline and claim is not None and token not in self._unreported:
+                error = f"timed out after {self._handlers[claim.task_type].timeout:g} s"
+                log.warning("attempt failed: task=%d error=%r", claim.id, error)
+                self._unreported[token] = Outcome(claim, "failed", error=error)
+                self._executor.cancel(claim)
+        return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
         self._worker_id = calls.register_worker(
-            connection, self._name, self._settings.queues, self._settings.concurrency
+            connection, self._name, list(self._shares), self._settings.concurrency
         )
         return time.monotonic() + REGISTER_SECONDS
+
+    def _announce(self, connection: Connection) -> float:
+        """Say that this worker listens, or no more: producers send a NOTIFY only to who does."""
+        now = time.monotonic()
+        if (idle := all(share.empty for share in self._shares.values())) != self._idle:
+            self._idle, self._idle_changed_at = idle, now
+        listens = self._announced
+        if self._listener is None or not self._listener.active:
+            listens = False
+        elif now - self._idle_changed_at >= (IDLE_SECONDS if idle else BUSY_SECONDS):
+            listens = idle
+        if listens != self._announced and self._worker_id is not None:
+            calls.register_listener(
+                connection, self._worker_id, list(self._shares) if listens else []
+            )
+            self._announced = listens
+        return now + IDLE_SECONDS / 2
 
     def _report(self, connection: Connection) -> float:
         """Tell the database how claims ended. What it has not accepted stays unreported."""
         rest = 0.0
-        for batch in _batches(self._of_kinds("completed")):
-            for outcome, answer in zip(batch, self._complete(connection, batch), strict=True):
-                if answer in ("completed", "already"):
-                    self._observe_latency(outcome.claim)
-                    self._settle(outcome.claim, "completed")
-                elif answer in ("stale", "gone"):
-                    self._lose(outcome.claim)
-                elif answer == "busy":
-                    rest = max(rest, BUSY_SECONDS)
-                elif answer == "refused":
-                    rest = REFUSED_SECONDS
-        for outcome in self._of_kinds("failed", "released"):
-            if time.monotonic() >= self._extension.at:
-                break
-            claim = outcome.claim
-            try:
-                status = self._fail_or_release(connection, outcome)
-            except psycopg.errors.LockNotAvailable:
-                # To the end of the line: it must not hold up the others, nor any lease.
-                self._unreported[claim.token] = self._unreported.pop(claim.token)
-                rest = max(rest, BUSY_SECONDS)
-                break
-            except psycopg.Error as error:
-                if isinstance(from_database(error), ClaimLost | TaskNotFound):
-                    self._lose(claim)
-                elif _is(error, REFUSED):
-                    self._simplify(outcome, error)
-                elif connection.closed or _is(error, NOTHING_GOES):
-                    raise
-                else:
-                    log.warning("not accepted: task=%d error=%r", claim.id, _first_line(error))
-                    rest = REFUSED_SECONDS
-            else:
-                self._settle(claim, status)
+        for kind, endings in SETTLED.items():
+            for batch in _batches([o for o in self._unreported.values() if o.kind == kind]):
+                for outcome, answer in zip(batch, self._send(connection, batch), strict=True):
+                    if answer in endings:
+                        self._settle(outcome.claim, endings[answer])
+                    elif answer in ("stale", "gone"):
+                        self._lose(outcome.claim)
+                    elif answer == "busy":
+                        rest = max(rest, LOCKED_SECONDS)
+                    elif answer == "refused":
+                        rest = REFUSED_SECONDS
         return time.monotonic() + rest
 
-    def _fail_or_release(self, connection: Connection, outcome: Outcome) -> str:
-        claim, delay = outcome.claim, outcome.delay
-        if outcome.kind == "released":
-            calls.release_task(connection, claim, delay or timedelta())
-            return "released"
-        status = calls.fail_task(connection, claim, outcome.error, delay, outcome.permanent)
-        return "retried" if status == "queued" else status
+    def _send(self, connection: Connection, batch: Sequence[Outcome]) -> Sequence[str]:
+        """What became of each; an outcome that is refused alone is found by halving the batch."""
+        if time.monotonic() >= self._extension.at:
+            return ["busy"] * len(batch)
+        try:
+            return tell(connection, batch)
+        except psycopg.Error as error:
+            if connection.closed or _is(error, NOTHING_GOES):
+                raise
+            if half := len(batch) // 2:
+                first, second = batch[:half], batch[half:]
+                return [*self._send(connection, first), *self._send(connection, second)]
+            [outcome] = batch
+            if not _is(error, REFUSED):
+                log.warning("not accepted: task=%d error=%r", outcome.claim.id, _first_line(error))
+                return ["refused"]
+            self._simplify(outcome, error)
+            return ["simplified"]
 
     def _simplify(self, outcome: Outcome, refusal: psycopg.Error) -> None:
         """Say less, at once, when the database refused what was said."""
         claim, error = outcome.claim, outcome.error
-        if outcome.delay is not None:
+        if outcome.kind == "completed":
+            # A result that jsonb cannot hold: a NUL, too deep.
+            error = f"result refused: {error_text(refusal)}"
+            outcome = Outcome(claim, "failed", error=error)
+        elif outcome.delay is not None:
             error = f"delay {outcome.delay} refused: {error_text(refusal)}"
-            outcome = replace(outcome, kind="failed", delay=None, error=error)
+            outcome = Outcome(claim, "failed", error=error)
         elif not error.isascii():
             # Not every database's encoding has every character.
             error = error.encode("ascii", "backslashreplace").decode()
@@ -273,45 +385,23 @@ class Loop:
             return
         self._unreported[claim.token] = outcome
 
-    def _complete(self, connection: Connection, batch: Sequence[Outcome]) -> Sequence[str]:
-        """What became of each; an outcome that is refused alone is found by halving the batch."""
-        if time.monotonic() >= self._extension.at:
-            return ["busy"] * len(batch)
-        try:
-            return calls.complete_tasks(
-                connection,
-                [outcome.claim for outcome in batch],
-                [outcome.result for outcome in batch],
-            )
-        except psycopg.Error as error:
-            if connection.closed or _is(error, NOTHING_GOES):
-                raise
-            if half := len(batch) // 2:
-                first, second = batch[:half], batch[half:]
-                return [*self._complete(connection, first), *self._complete(connection, second)]
-            [outcome] = batch
-            if not _is(error, REFUSED):
-                log.warning("not accepted: task=%d error=%r", outcome.claim.id, _first_line(error))
-                return ["refused"]
-            # A result that jsonb cannot hold: a NUL, too deep.
-            self._unreported[outcome.claim.token] = replace(
-                outcome, kind="failed", result=None, error=f"result refused: {error_text(error)}"
-            )
-            return ["failed"]
-
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
         rest = self._settings.lease / 3
-        for batch in _batches(list(self._held.values())):
+        claims = [each for token, each in self._held.items() if token not in self._executor.held]
+        for batch in _batches(claims):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):
                 if answer == "lost":
                     self._lose(claim)
                 elif answer == "busy":
                     rest = min(1.0, self._settings.lease / 10)
-                elif answer == "cancel_requested" and not claim.cancelled.is_set():
-                    claim.cancelled.set()
-                    self._executor.cancel(claim.token)
+                elif (
+                    answer == "cancel_requested"
+                    and not claim.cancelled.is_set()
+                    and self._executor.cancel(claim)
+                ):
+                    self._unreported[claim.token] = Outcome(claim, "released")
         return time.monotonic() + rest
 
     def _reap(self, connection: Connection) -> float:
@@ -322,47 +412,52 @@ class Loop:
         rest = 0.0 if len(reaped) == BATCH else REAP_SECONDS * random.uniform(0.75, 1.25)
         return time.monotonic() + rest
 
+    def _prune(self, connection: Connection) -> float:
+        deleted = calls.prune_finished(connection, PRUNE_BATCH)
+        rest = 0.1 if deleted == PRUNE_BATCH else PRUNE_SECONDS * random.uniform(0.75, 1.25)
+        return time.monotonic() + rest
+
     def _claim(self, connection: Connection) -> float:
-        """One claim for each queue that is due, as far as slots are free."""
-        for queue in list(self._poll_at):
-            free, now = self._free(), time.monotonic()
-            if free <= 0 or (self._held and now >= self._extension.at):
+        """One claim for each queue that is due, by weight, as far as slots are free."""
+        now = time.monotonic()
+        due = [(queue, share) for queue, share in self._shares.items() if share.poll_at <= now]
+        weights = sum(share.weight for _, share in due)
+        # Who had nothing to claim for a while does not get all of that back now.
+        floor = min((s.turn for s in self._shares.values() if not s.empty), default=0.0)
+        for _, share in due:
+            share.turn = max(share.turn, floor)
+        for queue, share in sorted(due, key=lambda each: each[1].turn):
+            free = self._free()
+            if free <= 0 or (self._held and time.monotonic() >= self._extension.at):
                 break
-            if self._poll_at[queue] > now:
-                continue
-            # To the end of the line, so that no queue always comes first.
-            self._poll_at[queue] = self._poll_at.pop(queue)
-            limit = min(free, BATCH)
+            limit = min(BATCH, math.ceil(free * share.weight / weights))
+            weights -= share.weight
             claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
-            if len(claims) < limit:
+            share.turn += len(claims) / share.weight
+            share.empty = len(claims) < limit
+            if share.empty:
                 rest = self._settings.poll_interval * random.uniform(0.5, 1.5)
-                self._poll_at[queue] = time.monotonic() + rest
+                share.poll_at = time.monotonic() + rest
             if claims:
                 self._metrics.lock_contention.labels(queue).inc(claims[0].contended)
             for claim in claims:
                 self._start(claim)
-        return min(self._poll_at.values())
+        return min(share.poll_at for share in self._shares.values())
 
     def _start(self, claim: Claim) -> None:
         self._held[claim.token] = claim
         if claim.task_type in self._handlers:
-            try:
-                self._executor.start(claim)
-                self.busy += 1
-                return
-            except (RuntimeError, OSError) as error:
-                log.error("cannot start a handler, left to other workers: error=%r", str(error))
-        elif claim.task_type not in self._unknown_types:
+            self._executor.start(claim)
+            return
+        if claim.task_type not in self._unknown_types:
             self._unknown_types.add(claim.task_type)
             log.warning("no handler, left to other workers: task_type=%s", claim.task_type)
-        delay = timedelta(seconds=random.uniform(*UNKNOWN_TYPE_SECONDS))
-        self._unreported[claim.token] = Outcome(claim, "released", delay=delay)
-
-    def _of_kinds(self, *kinds: str) -> list[Outcome]:
-        return [outcome for outcome in self._unreported.values() if outcome.kind in kinds]
+        self._unreported[claim.token] = elsewhere(claim)
 
     def _settle(self, claim: Claim, how: str) -> None:
         """The claim is over, and counted."""
+        if how == "completed":
+            self._observe_latency(claim)
         del self._held[claim.token]
         self._unreported.pop(claim.token, None)
         task_type = claim.task_type if claim.task_type in self._handlers else ""
@@ -375,8 +470,7 @@ class Loop:
 
     def _lose(self, claim: Claim) -> None:
         """The claim is another's now, or nobody's: whatever the handler does counts no more."""
-        claim.cancelled.set()
-        self._executor.cancel(claim.token)
+        self._executor.cancel(claim)
         log.warning("claim lost: task=%d attempt=%d", claim.id, claim.attempt)
         self._settle(claim, "lost")
 
@@ -394,6 +488,19 @@ class Loop:
             connection.close()
         except psycopg.Error as error:
             log.warning("not signed off: error=%r", error_text(error))
+
+
+def tell(connection: Connection, batch: Sequence[Outcome]) -> list[str]:
+    """Tell the database of outcomes that are all of one kind; returns what it answers to each."""
+    claims = [outcome.claim for outcome in batch]
+    delays = [outcome.delay for outcome in batch]
+    if batch[0].kind == "completed":
+        return calls.complete_tasks(connection, claims, [outcome.result for outcome in batch])
+    if batch[0].kind == "released":
+        return calls.release_tasks(connection, claims, delays)
+    errors = [outcome.error for outcome in batch]
+    permanent = [outcome.permanent for outcome in batch]
+    return calls.fail_tasks(connection, claims, errors, delays, permanent)
 
 
 def _first_line(error: BaseException) -> str:

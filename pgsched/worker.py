@@ -1,5 +1,6 @@
 """The worker as its user sees it: options, handlers, start and stop."""
 
+import asyncio
 import logging
 import os
 import re
@@ -9,19 +10,31 @@ import threading
 import time
 import unicodedata
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
 from itertools import count
+from queue import SimpleQueue
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pgsched.calls import dsn_parameters
+import psycopg
+from psycopg.rows import tuple_row
+
+from pgsched.calls import Claim, claim_task, dsn_parameters, translated
 from pgsched.errors import InvalidArgument
-from pgsched.handlers import Handler, Inbox
+from pgsched.handlers import Handler, Outcome, elsewhere, run_coroutine, run_function
 
-H = TypeVar("H", bound=Handler)
+F = TypeVar("F", bound=Callable[..., Any])
+
+Inbox = SimpleQueue[Outcome | str | None]
+"""What other threads and signal handlers tell the loop: how a handler ended; a queue that has new
+tasks; None: stop. Its put never deadlocks, as the lock of an Event does when a signal comes at the
+wrong moment."""
+
+Ended = tuple[int, str]
 
 log = logging.getLogger("pgsched")
 
@@ -34,10 +47,13 @@ class Worker:
     """Claims due tasks, runs their handlers, reports how they ended. All times are in seconds.
 
     ``dsn``: URL or keywords; empty: libpq's environment variables.
-    ``queues``: the queues to claim from; none of them has to exist yet.
+    ``queues``: the queues to claim from, none of which has to exist yet; a mapping gives each the
+    weight, 1 to 1,000, by which they share the slots while all have due tasks.
     ``concurrency``: how many handlers run at once, 1 to 10,000.
     ``lease``: how long a claim is held, 1 to 86,400; extended every third of it while needed.
     ``poll_interval``: how long, on average, a queue without due tasks is left alone.
+    ``listen_dsn``: where to LISTEN for new tasks when ``dsn`` leads through a pooler; None: dsn.
+    ``connections``: for handlers that take one, and so how many of these run at once, 1 to 100.
     ``grace``: how long handlers may go on after a stop; what runs then is left to its lease.
     ``metrics_port``: serves Prometheus' page there; None: not at all.
     ``metrics_host``: the address it listens on.
@@ -56,10 +72,12 @@ class Worker:
 
     dsn: str = field(default="", repr=False)
     _: KW_ONLY
-    queues: Sequence[str] = ("default",)
+    queues: Sequence[str] | Mapping[str, int] = ("default",)
     concurrency: int = 10
     lease: float = 30.0
     poll_interval: float = 1.0
+    listen_dsn: str | None = field(default=None, repr=False)
+    connections: int = 4
     grace: float = 25.0
     metrics_port: int | None = None
     metrics_host: str = "0.0.0.0"
@@ -73,13 +91,17 @@ class Worker:
 
     def _check(self) -> None:
         dsn_parameters(self.dsn)
+        dsn_parameters(self.listen_dsn or "")
+        weights = self.queues.values() if isinstance(self.queues, Mapping) else ()
         for valid, message in (
             (not isinstance(self.queues, str), f"queues: give a list, such as [{self.queues!r}]"),
             (0 < len(self.queues) == len(set(self.queues)), "queues: name at least one, each once"),
             (all(map(_is_name, self.queues)), "queues: 1 to 63 bytes, no control characters"),
+            (all(weight in range(1, 1001) for weight in weights), "queues: weights 1 to 1000"),
             (self.concurrency in range(1, 10_001), "concurrency: 1 to 10000"),
             (1 <= self.lease <= 86_400, "lease: 1 to 86400 seconds"),
             (0 < self.poll_interval <= 3600, "poll_interval: above 0, at most 3600 seconds"),
+            (self.connections in range(1, 101), "connections: 1 to 100"),
             (0 <= self.grace <= 86_400, "grace: 0 to 86400 seconds"),
             (
                 self.metrics_port is None or 1 <= self.metrics_port <= 65_535,
@@ -89,22 +111,34 @@ class Worker:
             if not valid:
                 raise InvalidArgument(message)
 
-    def task(self, task_type: str) -> Callable[[H], H]:
+    def weights(self) -> Mapping[str, int]:
+        """The queues, each with its weight."""
+        return self.queues if isinstance(self.queues, Mapping) else dict.fromkeys(self.queues, 1)
+
+    def task(self, task_type: str, *, timeout: float | None = None) -> Callable[[F], F]:
         """Decorator for the function or coroutine function that handles tasks of a type.
 
         It is called with a pgsched.Task. Its return value, which JSON must be able to hold, becomes
         the task's result. An exception fails the attempt; Retry, Snooze and Fail say more.
 
+        A plain function with a second argument gets a psycopg connection in a transaction that
+        holds the task: what it writes there and the task's completion are one, all or nothing.
+
+        After ``timeout`` seconds the attempt has failed: a coroutine is cancelled, a plain function
+        sees ``task.cancelled`` and keeps its slot until it returns.
+
         Raises pgsched.InvalidArgument when the type has a handler already.
         """
         if not isinstance(task_type, str):
             raise InvalidArgument('name the type: @worker.task("send_mail")')
+        if timeout is not None and not timeout > 0:
+            raise InvalidArgument("timeout: above 0 seconds")
 
-        def register(handler: H) -> H:
+        def register(function: F) -> F:
             if task_type in self._handlers:
                 raise InvalidArgument(f"task type {task_type!r} has a handler already")
-            self._handlers[task_type] = handler
-            return handler
+            self._handlers[task_type] = Handler(function, timeout)
+            return function
 
         return register
 
@@ -117,8 +151,10 @@ class Worker:
             self._stop_by = time.monotonic() + self.grace + PATIENCE
         self._inbox.put(None)
 
-    def run(self) -> int:
+    def run(self, *, drain: bool = False) -> int:
         """Work until stop() or, in the main thread, SIGTERM or SIGINT; a second signal ends it now.
+
+        With ``drain``, also until no task is due and none runs.
 
         Returns how many handlers still run: none, unless the grace was over or a second signal
         came. Their tasks are left to their leases. Never ends because the database is away: it
@@ -129,13 +165,13 @@ class Worker:
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this worker is running already")
         try:
-            return self._run()
+            return self._run(drain)
         finally:
             # What handlers that still run have to say is not for the next run.
             self._inbox, self._stop_by = Inbox(), None
             self._running.release()
 
-    def _run(self) -> int:
+    def _run(self, drain: bool) -> int:
         # prometheus_client takes a tenth of a second to import: not for those who only enqueue.
         from pgsched.loop import Loop
         from pgsched.metrics import Metrics
@@ -143,7 +179,7 @@ class Worker:
         host = re.sub(r"[^!-~]", "?", socket.gethostname())[:32]
         name = f"{host}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         metrics = Metrics(self.concurrency)
-        loop = Loop(self, name, self._handlers, metrics, self._inbox)
+        loop = Loop(self, name, self._handlers, metrics, self._inbox, drain=drain)
         # A thread of its own: no server that does not answer keeps this one from its signals.
         control: Future[None] = Future()
         thread = threading.Thread(
@@ -153,10 +189,57 @@ class Worker:
             thread.start()
             while not wait([control], timeout=0.2).done:
                 if self._stop_by is not None and time.monotonic() >= self._stop_by:
-                    log.warning("stopped at once: worker=%s running=%d", name, loop.busy)
-                    return loop.busy
+                    log.warning("stopped at once: worker=%s running=%d", name, loop.running)
+                    return loop.running
         control.result()
-        return loop.busy
+        return loop.running
+
+    def run_due(self, conn: psycopg.Connection[Any], *, limit: int | None = None) -> list[Ended]:
+        """Run due tasks here and now, one after another, over ``conn``: for tests.
+
+        Claims from the worker's queues until nothing is due, or ``limit`` tasks have run, among
+        them those that handlers add. Everything is part of the transaction of ``conn``, which stays
+        the caller's to commit; a handler that takes a connection gets this one. A failed attempt
+        raises nothing. Timeouts and signals do not apply.
+
+        Returns the id of each task that ran, and how that ended: completed, retried, failed,
+        cancelled or released (snoozed, or without a handler).
+        """
+        from pgsched.loop import SETTLED, tell
+
+        self._check()
+        lease = timedelta(seconds=self.lease)
+        ended: list[Ended] = []
+        while limit is None or len(ended) < limit:
+            for queue in self.weights():
+                with _tuples(conn), translated():
+                    claims = claim_task(conn, "run_due", queue, lease, 1)
+                if claims:
+                    break
+            else:
+                return ended
+            [claim] = claims
+            outcome = self._run_here(conn, claim)
+            with _tuples(conn), translated():
+                [answer] = tell(conn, [outcome])
+            ended.append((claim.id, SETTLED[outcome.kind].get(answer, answer)))
+        return ended
+
+    def _run_here(self, conn: psycopg.Connection[Any], claim: Claim) -> Outcome:
+        handler = self._handlers.get(claim.task_type)
+        if handler is None:
+            return elsewhere(claim)
+        if handler.is_coroutine:
+            # In a thread of its own, since the test may run on an event loop.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(asyncio.run, run_coroutine(claim, handler)).result()
+        if not handler.takes_connection:
+            return run_function(claim, handler)
+        with conn.transaction():
+            outcome = run_function(claim, handler, conn)
+            if outcome.kind != "completed":
+                raise psycopg.Rollback
+        return outcome
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -179,6 +262,16 @@ class Worker:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def _tuples(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """Whatever rows the caller's connection makes, these are tuples."""
+    before, conn.row_factory = conn.row_factory, tuple_row
+    try:
+        yield
+    finally:
+        conn.row_factory = before
 
 
 def _is_name(text: object) -> bool:

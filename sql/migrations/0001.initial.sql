@@ -288,28 +288,28 @@ comment on function pgsched._lease_seconds is
 
 revoke all on function pgsched._lease_seconds from public;
 
-create function pgsched._retry_seconds(p_retry_in interval)
+create function pgsched._delay_seconds(p_argument text, p_value interval)
   returns double precision
   language plpgsql
   immutable
 as $$
 declare
-  v_seconds double precision := date_part('epoch', p_retry_in);
+  v_seconds double precision := date_part('epoch', p_value);
 begin
   if not v_seconds between 0 and 31536000 then
     raise exception using
       errcode = 'TS400',
-      message = format('p_retry_in is out of range: %s', p_retry_in),
-      hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
+      message = format('%s is out of range: %s', p_argument, p_value),
+      hint = 'Give 0 seconds to 365 days, or null.';
   end if;
   return v_seconds;
 end;
 $$;
 
-comment on function pgsched._retry_seconds is
-  'A wait before the next attempt in seconds; TS400 unless it is null or 0 to 365 days.';
+comment on function pgsched._delay_seconds is
+  'A wait in seconds; TS400 naming the argument unless it is null or 0 to 365 days.';
 
-revoke all on function pgsched._retry_seconds from public;
+revoke all on function pgsched._delay_seconds from public;
 
 -- Years of five digits are where clients stop reading timestamps (Python's datetime ends at 9999).
 create function pgsched._run_at_fault(p_value timestamptz)
@@ -1522,7 +1522,8 @@ create function pgsched.fail_task(
 as $$
 #variable_conflict use_column
 declare
-  v_retry_seconds double precision := pgsched._retry_seconds(p_retry_in);
+  v_retry_seconds double precision := 
+    pgsched._delay_seconds('p_retry_in', p_retry_in);
 begin
   if p_permanent is null then
     raise exception using
@@ -1572,7 +1573,7 @@ begin
   perform pgsched._check_column('p_retry_in', p_retry_in, p_ids);
   perform pgsched._check_column('p_permanent', p_permanent, p_ids);
   v_retry_seconds := array(
-    select pgsched._retry_seconds(r.retry_in)
+    select pgsched._delay_seconds('p_retry_in', r.retry_in)
       from unnest(p_retry_in) with ordinality as r (retry_in, position)
      order by r.position);
   v_locked := pgsched._lock_claims(p_ids, p_claim_tokens);
@@ -1648,7 +1649,7 @@ revoke all on function pgsched.release_task from public;
 create function pgsched.release_tasks(
     p_ids bigint[],
     p_claim_tokens uuid[],
-    p_run_at timestamptz[] default null)
+    p_delay interval[] default null)
   returns table (id bigint, outcome text)
   language plpgsql
   security definer
@@ -1659,19 +1660,23 @@ create function pgsched.release_tasks(
 as $$
 #variable_conflict use_column
 declare
+  v_delay_seconds double precision[];
   v_locked bigint[];
 begin
   perform pgsched._check_batch(p_ids, p_claim_tokens);
-  perform pgsched._check_column('p_run_at', p_run_at, p_ids);
-  perform pgsched._run_at(r.run_at) from unnest(p_run_at) as r (run_at);
+  perform pgsched._check_column('p_delay', p_delay, p_ids);
+  v_delay_seconds := array(
+    select pgsched._delay_seconds('p_delay', d.delay)
+      from unnest(p_delay) with ordinality as d (delay, position)
+     order by d.position);
   v_locked := pgsched._lock_claims(p_ids, p_claim_tokens);
 
   return query
   with given as materialized (
     select g.*,
            row_number() over (partition by g.id, g.claim_token order by g.position) as repetition
-      from unnest(p_ids, p_claim_tokens, p_run_at)
-             with ordinality as g (id, claim_token, run_at, position)),
+      from unnest(p_ids, p_claim_tokens, v_delay_seconds)
+             with ordinality as g (id, claim_token, delay_seconds, position)),
   current as materialized (
     select g.*
       from given as g
@@ -1681,7 +1686,10 @@ begin
     select c.position, e.status
       from pgsched._release_claims(
              array(select c.id from current as c order by c.position),
-             array(select c.run_at from current as c order by c.position)) as e
+             array(
+               select clock_timestamp() + c.delay_seconds * interval '1 second'
+                 from current as c
+                order by c.position)) as e
       join current as c on c.id = e.id)
   select g.id,
          case
@@ -1699,8 +1707,8 @@ end;
 $$;
 
 comment on function pgsched.release_tasks is
-  'Gives many claims back and answers in the order given. queued: due at the time given (null or '
-  'past: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim is not '
+  'Gives many claims back and answers in the order given. queued: due after p_delay (0 to 365 '
+  'days; null: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim is not '
   'current, nothing was changed; gone: no such task; busy: another transaction has the row locked, '
   'nothing was changed, try again. Raises TS400.';
 

@@ -66,28 +66,28 @@ comment on function pgsched._lease_seconds is
 
 revoke all on function pgsched._lease_seconds from public;
 
-create function pgsched._retry_seconds(p_retry_in interval)
+create function pgsched._delay_seconds(p_argument text, p_value interval)
   returns double precision
   language plpgsql
   immutable
 as $$
 declare
-  v_seconds double precision := date_part('epoch', p_retry_in);
+  v_seconds double precision := date_part('epoch', p_value);
 begin
   if not v_seconds between 0 and 31536000 then
     raise exception using
       errcode = 'TS400',
-      message = format('p_retry_in is out of range: %s', p_retry_in),
-      hint = 'Give 0 seconds to 365 days, or null for the backoff of the queue.';
+      message = format('%s is out of range: %s', p_argument, p_value),
+      hint = 'Give 0 seconds to 365 days, or null.';
   end if;
   return v_seconds;
 end;
 $$;
 
-comment on function pgsched._retry_seconds is
-  'A wait before the next attempt in seconds; TS400 unless it is null or 0 to 365 days.';
+comment on function pgsched._delay_seconds is
+  'A wait in seconds; TS400 naming the argument unless it is null or 0 to 365 days.';
 
-revoke all on function pgsched._retry_seconds from public;
+revoke all on function pgsched._delay_seconds from public;
 
 -- Years of five digits are where clients stop reading timestamps (Python's datetime ends at 9999).
 create function pgsched._run_at_fault(p_value timestamptz)

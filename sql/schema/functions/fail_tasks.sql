@@ -24,7 +24,7 @@ begin
   perform pgsched._check_column('p_retry_in', p_retry_in, p_ids);
   perform pgsched._check_column('p_permanent', p_permanent, p_ids);
   v_retry_seconds := array(
-    select pgsched._retry_seconds(r.retry_in)
+    select pgsched._delay_seconds('p_retry_in', r.retry_in)
       from unnest(p_retry_in) with ordinality as r (retry_in, position)
      order by r.position);
   v_locked := pgsched._lock_claims(p_ids, p_claim_tokens);

@@ -2,7 +2,7 @@
 create function pgsched.release_tasks(
     p_ids bigint[],
     p_claim_tokens uuid[],
-    p_run_at timestamptz[] default null)
+    p_delay interval[] default null)
   returns table (id bigint, outcome text)
   language plpgsql
   security definer
@@ -13,19 +13,23 @@ create function pgsched.release_tasks(
 as $$
 #variable_conflict use_column
 declare
+  v_delay_seconds double precision[];
   v_locked bigint[];
 begin
   perform pgsched._check_batch(p_ids, p_claim_tokens);
-  perform pgsched._check_column('p_run_at', p_run_at, p_ids);
-  perform pgsched._run_at(r.run_at) from unnest(p_run_at) as r (run_at);
+  perform pgsched._check_column('p_delay', p_delay, p_ids);
+  v_delay_seconds := array(
+    select pgsched._delay_seconds('p_delay', d.delay)
+      from unnest(p_delay) with ordinality as d (delay, position)
+     order by d.position);
   v_locked := pgsched._lock_claims(p_ids, p_claim_tokens);
 
   return query
   with given as materialized (
     select g.*,
            row_number() over (partition by g.id, g.claim_token order by g.position) as repetition
-      from unnest(p_ids, p_claim_tokens, p_run_at)
-             with ordinality as g (id, claim_token, run_at, position)),
+      from unnest(p_ids, p_claim_tokens, v_delay_seconds)
+             with ordinality as g (id, claim_token, delay_seconds, position)),
   current as materialized (
     select g.*
       from given as g
@@ -35,7 +39,10 @@ begin
     select c.position, e.status
       from pgsched._release_claims(
              array(select c.id from current as c order by c.position),
-             array(select c.run_at from current as c order by c.position)) as e
+             array(
+               select clock_timestamp() + c.delay_seconds * interval '1 second'
+                 from current as c
+                order by c.position)) as e
       join current as c on c.id = e.id)
   select g.id,
          case
@@ -53,9 +60,9 @@ end;
 $$;
 
 comment on function pgsched.release_tasks is
-  'Gives many claims back and answers in the order given. queued: due at the time given (null or '
-  'past: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim is not '
-  'current, nothing was changed; gone: no such task; busy: another transaction has the row locked, '
-  'nothing was changed, try again. Raises TS400.';
+  'Gives many claims back and answers in the order given. queued: due after p_delay (0 to 365 '
+  'days; null: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim '
+  'is not current, nothing was changed; gone: no such task; busy: another transaction has the row '
+  'locked, nothing was changed, try again. Raises TS400.';
 
 revoke all on function pgsched.release_tasks from public;
