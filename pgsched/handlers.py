@@ -91,9 +91,8 @@ class Executor:
 
     ``running``: handlers that run. ``waiting``: claims whose handler has not begun, and since when
     they wait, by time.monotonic(). ``deadlines``: when handlers with a timeout are to end, by
-    token. ``held``: tokens of claims that a transaction holds, until the caller discards them.
-    ``done`` is called from the thread that ran the handler. A handler that never ends does not keep
-    the process from ending.
+    token. ``done`` is called from the thread that ran the handler. A handler that never ends does
+    not keep the process from ending.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class Executor:
         self.running = 0
         self.waiting: dict[UUID, tuple[Claim, float]] = {}
         self.deadlines: dict[UUID, float] = {}
-        self.held: set[UUID] = set()
         self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
         self._spawned = 0
         self._idle = threading.Semaphore(0)
@@ -217,8 +215,6 @@ class Executor:
             result = _json(handler.function(_task(claim), connection))
             return result
 
-        # Its lease is not extended meanwhile: that would change the row under its transaction.
-        self.held.add(claim.token)
         try:
             self._transactions.run(claim, work)
             return Outcome(claim, "recorded", result=result)

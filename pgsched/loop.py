@@ -108,8 +108,8 @@ class Loop:
         self._inbox = inbox
         self._drain = drain
         self._stopping = False
-        transactions = Transactions(settings.dsn, name, settings.connections)
-        self._executor = Executor(handlers, settings.concurrency, transactions, inbox.put)
+        self._transactions = Transactions(settings.dsn, name, settings.connections)
+        self._executor = Executor(handlers, settings.concurrency, self._transactions, inbox.put)
         # From claim_task's answer until the database accepted the outcome. By token: the same task
         # may be claimed again while a lost claim's handler still runs.
         self._held: dict[UUID, Claim] = {}
@@ -272,7 +272,7 @@ class Loop:
 
     def _take(self, outcome: Outcome) -> None:
         token = outcome.claim.token
-        self._executor.held.discard(token)
+        self._transactions.held.discard(token)
         # That of a lost claim, or of one that was timed out, counts no more.
         if token not in self._held or token in self._unreported:
             return
@@ -388,7 +388,9 @@ class Loop:
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
         rest = self._settings.lease / 3
-        claims = [each for token, each in self._held.items() if token not in self._executor.held]
+        claims = [
+            each for token, each in self._held.items() if token not in self._transactions.held
+        ]
         for batch in _batches(claims):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):

@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Callable
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import tuple_row
@@ -15,7 +16,11 @@ class NotBegun(Exception):
 
 
 class Transactions:
-    """Runs at most ``limit`` at once, each on a connection of its own; a further one waits."""
+    """Runs at most ``limit`` at once, each on a connection of its own; a further one waits.
+
+    ``held``: tokens of claims that a transaction holds, until the caller discards them. Their
+    leases are not to be extended: that would change the row under the transaction.
+    """
 
     def __init__(self, dsn: str, name: str, limit: int) -> None:
         self._dsn = dsn
@@ -23,7 +28,7 @@ class Transactions:
         self._idle: queue.LifoQueue[Connection | None] = queue.LifoQueue()
         for _ in range(limit):
             self._idle.put(None)
-        self._limit = limit
+        self.held: set[UUID] = set()
 
     def run(self, claim: Claim, work: Callable[[Connection], str | None]) -> None:
         """Hold the claim, do the work, complete the claim with the JSON text it returns, commit.
@@ -37,6 +42,7 @@ class Transactions:
         try:
             if connection is None:
                 connection = calls.connect(self._dsn, application_name=f"pgsched {self._name}")
+            self.held.add(claim.token)
             with connection.transaction():
                 calls.hold_task(connection, claim)
                 begun = True
