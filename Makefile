@@ -5,11 +5,11 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types pgtap pytest migration check-migration clean
+.PHONY: help demo test lint types pgtap pytest test-pgbouncer migration check-migration clean
 
 help: ## this list
 	@echo "pgsched: make ..."
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/demo.done ## a minute of real work on a private PostgreSQL
 	@exec $(BIN)/pgsched demo
@@ -37,6 +37,10 @@ pgtap: .venv/dev.done .venv/pgtap/pgtap.sql ## the SQL tests, on a private Postg
 pytest: .venv/dev.done ## the Python tests, on a private PostgreSQL
 	@echo "Running the Python tests (pytest)"
 	@$(BIN)/python -m pytest --junitxml .venv/pytest.xml
+
+test-pgbouncer: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests through a transaction-mode pooler
+	@echo "Running the tests through PgBouncer (pytest)"
+	@$(BIN)/python -m pytest -m "pgbouncer and not long"
 
 # Until 0.1.0 is released, the first migration is the schema files in schema.sql's order.
 define initial
@@ -94,4 +98,9 @@ quietly = { $(1); } > .venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1;
 .venv/pgtap/pgtap.sql: pgtap/install.sh | .venv/venv.done
 	@echo "Fetching pgTAP into .venv/pgtap"
 	@sh pgtap/install.sh .venv/pgtap
+	@touch $@
+
+.venv/pgbouncer/pgbouncer: tests/install_pgbouncer.sh | .venv/venv.done
+	@echo "Fetching PgBouncer into .venv/pgbouncer"
+	@sh tests/install_pgbouncer.sh .venv/pgbouncer
 	@touch $@

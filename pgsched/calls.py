@@ -100,6 +100,17 @@ def translated() -> Iterator[None]:
         raise translation from error
 
 
+@contextmanager
+def plain(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """Whatever cursors and rows a connection makes, they are psycopg's own meanwhile."""
+    before = conn.cursor_factory, conn.row_factory
+    conn.cursor_factory, conn.row_factory = psycopg.Cursor, tuple_row
+    try:
+        yield
+    finally:
+        conn.cursor_factory, conn.row_factory = before
+
+
 def to_json(value: Any) -> str:
     """JSON text of a payload or a result; InvalidArgument when there is none (NaN, a datetime…)."""
     try:

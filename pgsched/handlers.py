@@ -5,20 +5,22 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import queue
 import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
-from pgsched.calls import Claim, Connection, Task, to_json
+from pgsched.calls import Claim, Task, to_json
 from pgsched.errors import Fail, InvalidArgument, Retry, Snooze
 from pgsched.transactions import NotBegun, Transactions
 
@@ -30,8 +32,8 @@ RESULT_LENGTH = 1_048_576
 """Bytes of a result's JSON: a batch of a hundred has to fit in one message."""
 CANCEL_SECONDS = 1.0
 """How long cancelled coroutines get when the event loop ends."""
-ELSEWHERE_SECONDS = (15.0, 45.0)
-"""How long a task that cannot be run here is left to other workers."""
+ELSEWHERE_SECONDS, SOON_SECONDS = (15.0, 45.0), (1.0, 5.0)
+"""How long a task that cannot be run here, or not now, is left to other workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ def elsewhere(claim: Claim) -> Outcome:
     return Outcome(claim, "released", delay=timedelta(seconds=random.uniform(*ELSEWHERE_SECONDS)))
 
 
+def soon() -> timedelta:
+    """When a claim that is given back is due again, since nothing can be done with it now."""
+    return timedelta(seconds=random.uniform(*SOON_SECONDS))
+
+
 def error_text(error: BaseException) -> str:
     """Type and message of any exception, as text that PostgreSQL can store."""
     name = type(error).__name__
@@ -87,7 +94,8 @@ def error_text(error: BaseException) -> str:
 
 
 class Executor:
-    """Runs the handlers of claims, ``concurrency`` at once; further ones wait for their turn.
+    """Runs the handlers of claims, ``concurrency`` at once, of those that take a connection as many
+    as there are of these; further ones wait for their turn.
 
     ``running``: handlers that run. ``waiting``: claims whose handler has not begun, and since when
     they wait, by time.monotonic(). ``deadlines``: when handlers with a timeout are to end, by
@@ -108,6 +116,7 @@ class Executor:
         self._done = done
         self._lock = threading.Lock()
         self.running = 0
+        self._in_transaction = 0
         self.waiting: dict[UUID, tuple[Claim, float]] = {}
         self.deadlines: dict[UUID, float] = {}
         self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
@@ -121,10 +130,9 @@ class Executor:
     def start(self, claim: Claim) -> None:
         """Run the handler of a claim, whose type has one, now or when it is its turn."""
         with self._lock:
-            if self.running >= self._concurrency:
+            if not self._enter(claim):
                 self.waiting[claim.token] = claim, time.monotonic()
                 return
-            self.running += 1
         self._launch(claim)
 
     def withdraw(self) -> list[Claim]:
@@ -156,22 +164,38 @@ class Executor:
             self._loop_thread.join(2 * CANCEL_SECONDS)
         self._transactions.close()
 
+    def _enter(self, claim: Claim) -> bool:
+        """Whether the handler may begin now; it counts as running then."""
+        takes_connection = self._handlers[claim.task_type].takes_connection
+        if self.running >= self._concurrency or (
+            takes_connection and self._in_transaction >= self._transactions.limit
+        ):
+            return False
+        self.running += 1
+        self._in_transaction += takes_connection
+        return True
+
+    def _leave(self, claim: Claim) -> None:
+        self.running -= 1
+        self._in_transaction -= self._handlers[claim.task_type].takes_connection
+
     def _launch(self, claim: Claim) -> None:
         """Hand a claim, which counts as running, to a thread or to the event loop."""
         handler = self._handlers[claim.task_type]
         try:
-            if handler.is_coroutine:
-                if self._loop is None:
-                    self._loop = asyncio.new_event_loop()
-                if self._loop_thread is None:
-                    self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
-            elif not self._idle.acquire(blocking=False) and self._spawned < self._concurrency:
-                self._spawn(self._run_functions, "pgsched-handler")
-                self._spawned += 1
+            with self._lock:
+                if handler.is_coroutine:
+                    if self._loop is None:
+                        self._loop = asyncio.new_event_loop()
+                    if self._loop_thread is None:
+                        self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
+                elif not self._idle.acquire(blocking=False) and self._spawned < self._concurrency:
+                    self._spawn(self._run_functions, "pgsched-handler")
+                    self._spawned += 1
         except (RuntimeError, OSError) as error:
             log.error("cannot start a handler, left to other workers: error=%r", str(error))
             with self._lock:
-                self.running -= 1
+                self._leave(claim)
             self._done(elsewhere(claim))
             return
         if handler.timeout is not None:
@@ -186,8 +210,11 @@ class Executor:
         """A handler has ended: the next one may begin."""
         self.deadlines.pop(outcome.claim.token, None)
         with self._lock:
-            following = self.waiting.pop(next(iter(self.waiting)))[0] if self.waiting else None
-            self.running -= following is None
+            self._leave(outcome.claim)
+            waiting = (claim for claim, _ in self.waiting.values())
+            following = next(filter(self._enter, waiting), None)
+            if following is not None:
+                del self.waiting[following.token]
         if following is not None:
             self._launch(following)
         self._done(outcome)
@@ -203,24 +230,17 @@ class Executor:
             if handler.takes_connection:
                 outcome = self._run_in_transaction(claim, handler)
             else:
-                outcome = run_function(claim, handler)
+                outcome = run_function(claim, partial(call, claim, handler))
             self._idle.release()
             self._end(outcome)
 
     def _run_in_transaction(self, claim: Claim, handler: Handler) -> Outcome:
-        result: str | None = None
-
-        def work(connection: Connection) -> str | None:
-            nonlocal result
-            result = _json(handler.function(_task(claim), connection))
-            return result
-
         try:
-            self._transactions.run(claim, work)
-            return Outcome(claim, "recorded", result=result)
+            self._transactions.run(claim, partial(call, claim, handler))
+            return Outcome(claim, "recorded")
         except NotBegun as error:
             log.warning("no transaction: task=%d error=%r", claim.id, str(error.__cause__).strip())
-            return Outcome(claim, "released", delay=timedelta(seconds=random.uniform(1, 5)))
+            return Outcome(claim, "released", delay=soon())
         except BaseException as error:
             return _ended_by(claim, error)
 
@@ -266,10 +286,33 @@ class Executor:
             coroutine.cancel()
 
 
-def run_function(claim: Claim, handler: Handler, *more: Any) -> Outcome:
-    """Run a plain function with its task, and what else it takes, here and now."""
+@contextlib.contextmanager
+def _in_this_process() -> Iterator[None]:
+    """A child that the handler forked ends when the handler does: it is no worker."""
+    process, code = os.getpid(), 0
     try:
-        return Outcome(claim, "completed", result=_json(handler.function(_task(claim), *more)))
+        yield
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else error.code is not None
+        raise
+    except BaseException:
+        code = 1
+        raise
+    finally:
+        if os.getpid() != process:
+            os._exit(code)
+
+
+def call(claim: Claim, handler: Handler, *more: Any) -> str | None:
+    """Call a plain function with its task, and what else it takes; returns JSON text."""
+    with _in_this_process():
+        return _json(handler.function(_task(claim), *more))
+
+
+def run_function(claim: Claim, work: Callable[[], str | None]) -> Outcome:
+    """How the call of a handler's function ends, here and now."""
+    try:
+        return Outcome(claim, "completed", result=work())
     # Also SystemExit and KeyboardInterrupt: a handler ends its task, not the worker.
     except BaseException as error:
         return _ended_by(claim, error)
@@ -278,7 +321,8 @@ def run_function(claim: Claim, handler: Handler, *more: Any) -> Outcome:
 async def run_coroutine(claim: Claim, handler: Handler) -> Outcome:
     """Run a coroutine function with its task."""
     try:
-        return Outcome(claim, "completed", result=_json(await handler.function(_task(claim))))
+        with _in_this_process():
+            return Outcome(claim, "completed", result=_json(await handler.function(_task(claim))))
     except BaseException as error:
         return _ended_by(claim, error)
 

@@ -16,7 +16,7 @@ import psycopg
 from pgsched import calls
 from pgsched.calls import Claim, Connection
 from pgsched.errors import PgschedError
-from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text
+from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text, soon
 from pgsched.listener import Listener
 from pgsched.metrics import Metrics
 from pgsched.transactions import Transactions
@@ -79,12 +79,15 @@ class Step:
 
 @dataclass(slots=True)
 class Share:
-    """What a queue has had of the slots. The queue with the least ``turn`` is served first."""
+    """What a queue has had of the slots. The queue with the least ``turn`` is served first.
+
+    ``empty``: its last claim found less than was asked for.
+    """
 
     weight: int
     poll_at: float
     turn: float = 0.0
-    empty: bool = True
+    empty: bool = False
 
 
 class Loop:
@@ -120,8 +123,9 @@ class Loop:
         self._rate = 0.0
         self._ended, self._measured_at = 0, now
         self._listener: Listener | None = None
-        self._announced = False
+        self._announced: bool | None = None
         self._idle, self._idle_changed_at = False, now
+        self._served_turn = 0.0
         self._shares = {queue: Share(weight, now) for queue, weight in settings.weights().items()}
         self._extension = Step(self._extend, lambda: bool(self._held), now + settings.lease / 3)
         self._claiming = Step(self._claim, lambda: self._free() > 0 and not self._stopping, now)
@@ -183,7 +187,7 @@ class Loop:
                     connection = None
             if deadline is not None:
                 wait = min(wait, deadline - time.monotonic()) if self._held else 0.0
-            elif self._drain and not self._held and self._claiming.at > time.monotonic():
+            elif self._drain and not self._held and self._all_empty():
                 self._stopping, wait = True, 0.0
         if self._held:
             log.warning(
@@ -240,6 +244,9 @@ class Loop:
                 log.warning("%s: error=%r retry_in=%.1fs", name, _first_line(error), wait)
         return max(0.0, min(s.at for s in self._steps if s.wanted()) - time.monotonic())
 
+    def _all_empty(self) -> bool:
+        return all(share.empty for share in self._shares.values())
+
     def _free(self) -> int:
         """How many more claims can begin now or soon: what cannot be reported keeps its slot."""
         prefetch = min(PREFETCH, int(self._rate * PREFETCH_SECONDS))
@@ -281,17 +288,19 @@ class Loop:
         else:
             self._unreported[token] = outcome
 
-    def _withdraw(self) -> None:
-        """Give back, uncounted and due at once, what has not begun."""
+    def _withdraw(self, delay: timedelta | None = None) -> None:
+        """Give back, uncounted and due at once or after a delay, what has not begun."""
         for claim in self._executor.withdraw():
-            self._unreported[claim.token] = Outcome(claim, "released")
+            self._unreported[claim.token] = Outcome(claim, "released", delay=delay)
 
     def _give_back(self, connection: Connection) -> float:
         """What has waited too long: the handlers before it are slower than those before them."""
         for _, since in list(self._executor.waiting.values())[:1]:
             if time.monotonic() < since + UNSTARTED_SECONDS:
                 return since + UNSTARTED_SECONDS
-            self._withdraw()
+            # Those that wait for a connection, not for a slot, would be claimed again at once.
+            free = self.running < self._settings.concurrency
+            self._withdraw(soon() if free else None)
             self._rate = 0.0
         return time.monotonic() + UNSTARTED_SECONDS
 
@@ -311,12 +320,13 @@ class Loop:
         self._worker_id = calls.register_worker(
             connection, self._name, list(self._shares), self._settings.concurrency
         )
+        self._announced = None  # of who was not seen for long, it is forgotten
         return time.monotonic() + REGISTER_SECONDS
 
     def _announce(self, connection: Connection) -> float:
         """Say that this worker listens, or no more: producers send a NOTIFY only to who does."""
         now = time.monotonic()
-        if (idle := all(share.empty for share in self._shares.values())) != self._idle:
+        if (idle := self._all_empty()) != self._idle:
             self._idle, self._idle_changed_at = idle, now
         listens = self._announced
         if self._listener is None or not self._listener.active:
@@ -424,11 +434,13 @@ class Loop:
         now = time.monotonic()
         due = [(queue, share) for queue, share in self._shares.items() if share.poll_at <= now]
         weights = sum(share.weight for _, share in due)
-        # Who had nothing to claim for a while does not get all of that back now.
-        floor = min((s.turn for s in self._shares.values() if not s.empty), default=0.0)
         for _, share in due:
-            share.turn = max(share.turn, floor)
-        for queue, share in sorted(due, key=lambda each: each[1].turn):
+            if share.empty:
+                # Who had nothing to claim for a while does not get all of that back now.
+                share.turn = max(share.turn, self._served_turn)
+        due.sort(key=lambda each: each[1].turn)
+        self._served_turn = due[0][1].turn
+        for queue, share in due:
             free = self._free()
             if free <= 0 or (self._held and time.monotonic() >= self._extension.at):
                 break
@@ -462,6 +474,11 @@ class Loop:
             self._observe_latency(claim)
         del self._held[claim.token]
         self._unreported.pop(claim.token, None)
+        if self._drain and not self._held:
+            # It may have added tasks.
+            for share in self._shares.values():
+                share.empty, share.poll_at = False, time.monotonic()
+            self._claiming.at = time.monotonic()
         task_type = claim.task_type if claim.task_type in self._handlers else ""
         self._metrics.outcomes.labels(claim.queue, task_type, how).inc()
         log.log(

@@ -1,7 +1,8 @@
 """Handlers that take a connection: their own writes and the completion are one transaction."""
 
-import queue
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -15,8 +16,19 @@ class NotBegun(Exception):
     """No transaction could be had: the handler was not called."""
 
 
+@contextlib.contextmanager
+def all_or_nothing(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """A transaction, or a savepoint in one, out of which psycopg.Rollback comes, too."""
+    done = False
+    with connection.transaction():
+        yield
+        done = True
+    if not done:
+        raise psycopg.Rollback
+
+
 class Transactions:
-    """Runs at most ``limit`` at once, each on a connection of its own; a further one waits.
+    """At most ``limit`` at once, to which the caller sees, each on a connection of its own.
 
     ``held``: tokens of claims that a transaction holds, until the caller discards them. Their
     leases are not to be extended: that would change the row under the transaction.
@@ -25,10 +37,10 @@ class Transactions:
     def __init__(self, dsn: str, name: str, limit: int) -> None:
         self._dsn = dsn
         self._name = name
-        self._idle: queue.LifoQueue[Connection | None] = queue.LifoQueue()
-        for _ in range(limit):
-            self._idle.put(None)
+        self.limit = limit
         self.held: set[UUID] = set()
+        self._idle: list[Connection] = []
+        self._closed = False
 
     def run(self, claim: Claim, work: Callable[[Connection], str | None]) -> None:
         """Hold the claim, do the work, complete the claim with the JSON text it returns, commit.
@@ -37,36 +49,42 @@ class Transactions:
         TaskNotFound as psycopg.Error; psycopg.OperationalError also when it is not known whether
         the commit came through.
         """
-        connection = self._idle.get()
+        connection = None
         begun = False
         try:
-            if connection is None:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
                 connection = calls.connect(self._dsn, application_name=f"pgsched {self._name}")
             self.held.add(claim.token)
-            with connection.transaction():
+            with all_or_nothing(connection):
                 calls.hold_task(connection, claim)
                 begun = True
                 result = work(connection)
-                connection.execute("reset role")
-                calls.complete_task(connection, claim, result)
-        except psycopg.OperationalError as error:
+                with calls.plain(connection):
+                    connection.execute("reset role")
+                    calls.complete_task(connection, claim, result)
+        except psycopg.Error as error:
             if begun:
                 raise
             raise NotBegun from error
         finally:
-            self._idle.put(_cleaned(connection))
+            if connection is not None:
+                if _clean(connection) and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
 
     def close(self) -> None:
-        """Close what is idle."""
-        while not self._idle.empty():
-            if connection := self._idle.get():
-                connection.close()
+        """Close what is idle now, and the others when they are."""
+        self._closed = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
 
-def _cleaned(connection: Connection | None) -> Connection | None:
-    """The connection as a new one would be, whatever was done to it; None when it cannot be."""
-    if connection is None or connection.closed:
-        return None
+def _clean(connection: Connection) -> bool:
+    """Make the connection what a new one would be; whether that, whatever was done to it, went."""
     try:
         connection.rollback()
         connection.autocommit = True
@@ -76,6 +94,5 @@ def _cleaned(connection: Connection | None) -> Connection | None:
         connection.cursor_factory = psycopg.Cursor
         connection.execute("discard all")
     except psycopg.Error:
-        connection.close()
-        return None
-    return connection
+        return False
+    return True

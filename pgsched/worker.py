@@ -15,17 +15,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg.rows import tuple_row
 
-from pgsched.calls import Claim, claim_task, dsn_parameters, translated
+from pgsched.calls import Claim, claim_task, dsn_parameters, plain, translated
 from pgsched.errors import InvalidArgument
-from pgsched.handlers import Handler, Outcome, elsewhere, run_coroutine, run_function
+from pgsched.handlers import Handler, Outcome, call, elsewhere, run_coroutine, run_function
+from pgsched.transactions import all_or_nothing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -212,7 +213,7 @@ class Worker:
         ended: list[Ended] = []
         while limit is None or len(ended) < limit:
             for queue in self.weights():
-                with _tuples(conn), translated():
+                with plain(conn), translated():
                     claims = claim_task(conn, "run_due", queue, lease, 1)
                 if claims:
                     break
@@ -220,7 +221,7 @@ class Worker:
                 return ended
             [claim] = claims
             outcome = self._run_here(conn, claim)
-            with _tuples(conn), translated():
+            with plain(conn), translated():
                 [answer] = tell(conn, [outcome])
             ended.append((claim.id, SETTLED[outcome.kind].get(answer, answer)))
         return ended
@@ -234,12 +235,13 @@ class Worker:
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(asyncio.run, run_coroutine(claim, handler)).result()
         if not handler.takes_connection:
-            return run_function(claim, handler)
-        with conn.transaction():
-            outcome = run_function(claim, handler, conn)
-            if outcome.kind != "completed":
-                raise psycopg.Rollback
-        return outcome
+            return run_function(claim, partial(call, claim, handler))
+
+        def work() -> str | None:
+            with all_or_nothing(conn):
+                return call(claim, handler, conn)
+
+        return run_function(claim, work)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -262,16 +264,6 @@ class Worker:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-@contextmanager
-def _tuples(conn: psycopg.Connection[Any]) -> Iterator[None]:
-    """Whatever rows the caller's connection makes, these are tuples."""
-    before, conn.row_factory = conn.row_factory, tuple_row
-    try:
-        yield
-    finally:
-        conn.row_factory = before
 
 
 def _is_name(text: object) -> bool:

@@ -31,6 +31,9 @@ Connect = Callable[..., psycopg.Connection]
 
 LEASE = timedelta(minutes=1)
 
+CANCEL = "update pgsched.scheduled_tasks set cancel_requested_at = now() where id = %s"
+LOCK = "select from pgsched.scheduled_tasks where id = %s for update"
+
 
 @pytest.fixture(scope="module")
 def shared_dsn(server: Server, template: str) -> Iterator[str]:
@@ -358,14 +361,9 @@ def test_extensions_are_answered_in_the_order_given(
     conn: psycopg.Connection, connect: Connect, claimed: list[Claim]
 ) -> None:
     extended, cancelled, busy = claimed
-    conn.execute(
-        "update pgsched.scheduled_tasks set cancel_requested_at = now() where id = %s",
-        [cancelled.id],
-    )
+    conn.execute(CANCEL, [cancelled.id])
     with connect().transaction() as block:
-        block.connection.execute(
-            "select from pgsched.scheduled_tasks where id = %s for update", [busy.id]
-        )
+        block.connection.execute(LOCK, [busy.id])
         lost = replace(extended, token=uuid4())
         answers = calls.extend_tasks(conn, [busy, lost, cancelled, extended], timedelta(hours=1))
     assert answers == ["busy", "lost", "cancel_requested", "extended"]
@@ -378,9 +376,7 @@ def test_completions_are_answered_in_the_order_given(
 ) -> None:
     completed, stale, busy = claimed
     with connect().transaction() as block:
-        block.connection.execute(
-            "select from pgsched.scheduled_tasks where id = %s for update", [busy.id]
-        )
+        block.connection.execute(LOCK, [busy.id])
         answers = calls.complete_tasks(
             conn,
             [busy, completed, replace(stale, token=uuid4()), replace(stale, id=10**9)],
@@ -392,29 +388,72 @@ def test_completions_are_answered_in_the_order_given(
     assert again == ["already"]
 
 
-def test_a_failure_says_what_became_of_the_task(
-    conn: psycopg.Connection, claimed: list[Claim]
+def test_failures_are_answered_in_the_order_given(
+    conn: psycopg.Connection, connect: Connect
 ) -> None:
-    retried, failed, cancelled = claimed
-    conn.execute(
-        "update pgsched.scheduled_tasks set cancel_requested_at = now() where id = %s",
-        [cancelled.id],
-    )
+    ids = [enqueue(conn, "type") for _ in range(5)]
+    retried, failed, cancelled, busy, stale = claim(conn, 5)
+    conn.execute(CANCEL, [cancelled.id])
     in_a_day = timedelta(days=1)
-    assert calls.fail_task(conn, retried, "a", in_a_day, False) == "queued"
-    assert calls.fail_task(conn, failed, "b", None, True) == "failed"
-    assert calls.fail_task(conn, cancelled, "c", None, False) == "cancelled"
+    given = (
+        (busy, "a", None, False),
+        (retried, "b", in_a_day, False),
+        (replace(stale, token=uuid4()), "c", None, False),
+        (failed, "d", None, True),
+        (replace(stale, id=10**9), "e", None, False),
+        (cancelled, "f", None, False),
+    )
+    with connect().transaction() as block:
+        block.connection.execute(LOCK, [busy.id])
+        answers = calls.fail_tasks(conn, *zip(*given, strict=True))
+    assert answers == ["busy", "queued", "stale", "failed", "gone", "cancelled"]
+    assert [row(conn, task_id).last_error for task_id in ids] == ["b", "d", "f", None, None]
     assert row(conn, retried.id).due_in > timedelta(hours=23)
-    assert [row(conn, claim.id).last_error for claim in claimed] == ["a", "b", "c"]
+    assert row(conn, busy.id).status == row(conn, stale.id).status == "processing"
 
 
-def test_a_release_does_not_count_the_attempt(
-    conn: psycopg.Connection, claimed: list[Claim]
+def test_releases_are_answered_in_the_order_given(
+    conn: psycopg.Connection, connect: Connect
 ) -> None:
-    calls.release_task(conn, claimed[0], timedelta(hours=1))
-    released = row(conn, claimed[0].id)
+    for _ in range(5):
+        enqueue(conn, "type")
+    later, now, cancelled, busy, stale = claim(conn, 5)
+    conn.execute(CANCEL, [cancelled.id])
+    given = (
+        (busy, None),
+        (later, timedelta(hours=1)),
+        (replace(stale, token=uuid4()), None),
+        (now, None),
+        (replace(stale, id=10**9), None),
+        (cancelled, None),
+    )
+    with connect().transaction() as block:
+        block.connection.execute(LOCK, [busy.id])
+        answers = calls.release_tasks(conn, *zip(*given, strict=True))
+    assert answers == ["busy", "queued", "stale", "queued", "gone", "cancelled"]
+    released = row(conn, later.id)
     assert (released.status, released.attempt) == ("queued", 0)
     assert timedelta(minutes=59) < released.due_in <= timedelta(hours=1)
+    released = row(conn, now.id)
+    assert (released.status, released.attempt) == ("queued", 0)
+    assert released.due_in <= timedelta(0)
+    assert row(conn, busy.id).status == row(conn, stale.id).status == "processing"
+
+
+def test_a_held_claim_is_completed_in_the_transaction_or_not_at_all(
+    conn: psycopg.Connection, connect: Connect, claimed: list[Claim]
+) -> None:
+    session = calls.connect(conn.info.dsn, application_name="test")
+    with session, session.transaction():
+        calls.hold_task(session, claimed[0])
+        calls.complete_task(session, claimed[0], '{"x": 1}')
+        assert row(conn, claimed[0].id).status == "processing"
+    assert row(conn, claimed[0].id).result == {"x": 1}
+    with calls.connect(conn.info.dsn, application_name="test") as session:
+        with session.transaction(force_rollback=True):
+            calls.hold_task(session, claimed[1])
+            calls.complete_task(session, claimed[1], None)
+        assert row(conn, claimed[1].id).status == "processing"
 
 
 def test_a_claim_that_is_not_current_is_lost_and_an_unknown_task_not_found(
@@ -423,9 +462,18 @@ def test_a_claim_that_is_not_current_is_lost_and_an_unknown_task_not_found(
     for task_id, expected in ((claimed[0].id, ClaimLost), (10**9, TaskNotFound)):
         claim = replace(claimed[0], id=task_id, token=uuid4())
         with pytest.raises(expected), calls.translated():
-            calls.fail_task(conn, claim, "error", None, False)
+            calls.hold_task(conn, claim)
         with pytest.raises(expected), calls.translated():
-            calls.release_task(conn, claim, timedelta(0))
+            calls.complete_task(conn, claim, None)
+
+
+def test_finished_tasks_are_pruned_as_far_as_told(
+    conn: psycopg.Connection, claimed: list[Claim]
+) -> None:
+    calls.complete_tasks(conn, claimed, 3 * [None])
+    assert calls.prune_finished(conn, 2) == 0
+    conn.execute("update pgsched.finished_tasks set finished_at = finished_at - interval '2 days'")
+    assert [calls.prune_finished(conn, 2) for _ in range(3)] == [2, 1, 0]
 
 
 def test_reaping_says_what_became_of_each_task(
@@ -470,7 +518,7 @@ def test_statistics_have_a_row_for_each_queue_in_use(session: psycopg.Connection
     assert (b.queue, b.paused, b.queued, b.due, b.processing, b.failed) == ("b", False, 0, 0, 1, 0)
     assert b.oldest_due_age == timedelta(0)
     assert (c.queue, c.paused, c.queued) == ("c", True, 0)
-    calls.fail_task(session, claimed, "error", None, True)
+    calls.fail_tasks(session, [claimed], ["error"], [None], [True])
     assert [stats.failed for stats in calls.queue_stats(session)] == [0, 1, 0]
 
 

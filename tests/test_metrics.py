@@ -12,7 +12,7 @@ from threading import Event
 import psycopg
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from workers import PATIENCE, count, quick, running, wait_for, wait_until
+from workers import CANCEL, PATIENCE, count, end_sessions, quick, running, wait_for, wait_until
 
 from pgsched import Fail, Retry, Snooze, Task, enqueue, loop
 
@@ -112,6 +112,7 @@ def test_contention_is_what_other_sessions_held(
     with running(worker):
         wait_until(lambda: answers(port))
         wait_until(counted)
+        wait_until(lambda: (name, "quiet") in scrape(port))
         other.rollback()
         page = scrape(port)
     assert page[name, "busy"] % (16 * 10) == 0
@@ -149,10 +150,7 @@ def test_every_end_of_a_claim_is_counted(
     conn.execute("select from pgsched.claim_task('gone', 'other', '1 s')")
     with running(worker):
         wait_until(lambda: count(conn, "queued") == 3)
-        conn.execute(
-            "update pgsched.scheduled_tasks set cancel_requested_at = now() where id = %s",
-            [ids["cancelled"]],
-        )
+        conn.execute(CANCEL, [ids["cancelled"]])
         gate.set()
         conn.execute("delete from pgsched.scheduled_tasks where id = %s", [ids["lost"]])
         ends: Page = {
@@ -170,13 +168,7 @@ def test_a_lost_connection_is_counted(dsn: str, conn: psycopg.Connection, port: 
     with running(quick(dsn, metrics_port=port)):
         wait_until(lambda: conn.execute("select id from pgsched.workers").fetchall())
         assert scrape(port)["pgsched_reconnects_total",] == 0
-        conn.execute(
-            """
-            select pg_terminate_backend(pid)
-              from pg_stat_activity
-             where datname = current_database() and pid <> pg_backend_pid()
-            """
-        )
+        end_sessions(conn)
         wait_until(lambda: scrape(port)["pgsched_reconnects_total",] == 1)
 
 

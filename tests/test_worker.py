@@ -7,19 +7,22 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from threading import Barrier, Event, Lock
+from threading import Barrier, Event
 from typing import Any
 
 import psycopg
 import pytest
 from workers import (
+    CANCEL,
     PATIENCE,
+    REAP,
     count,
     install,
     quick,
     row,
     run_to_end,
     running,
+    take_away,
     wait_for,
     wait_for_delay,
     wait_for_extension,
@@ -37,9 +40,6 @@ from pgsched import (
     enqueue,
 )
 from pgsched.embedded import Server
-
-REAP = "select id from pgsched.reap_stale()"
-CANCEL = "update pgsched.scheduled_tasks set cancel_requested_at = clock_timestamp() where id = %s"
 
 Connect = Callable[..., psycopg.Connection]
 Plain = Callable[[Task], Any]
@@ -348,145 +348,6 @@ def test_a_task_of_unknown_type_is_left_to_others_and_logged_once(
     assert sum("task_type=unknown" in record.getMessage() for record in caplog.records) == 1
 
 
-# How much runs at once
-
-
-@kinds
-def test_no_more_runs_at_once_than_there_are_slots(
-    dsn: str, conn: psycopg.Connection, kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots = 4
-    worker = quick(dsn, concurrency=slots)
-    now = most = 0
-    lock = Lock()
-
-    def enter() -> None:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-
-    def leave() -> None:
-        nonlocal now
-        with lock:
-            now -= 1
-
-    if kind is as_plain:
-
-        @worker.task("count")
-        def plain(task: Task) -> None:
-            enter()
-            time.sleep(0.01)
-            leave()
-
-    else:
-
-        @worker.task("count")
-        async def coroutine(task: Task) -> None:
-            enter()
-            await asyncio.sleep(0.01)
-            leave()
-
-    claimed: list[int] = []
-    claim_task = calls.claim_task
-
-    def watched(session: calls.Connection, *args: Any) -> list[calls.Claim]:
-        claims = claim_task(session, *args)
-        claimed.append(count(conn, "processing"))
-        return claims
-
-    with psycopg.connect(dsn, autocommit=True) as producer:
-        ids = [enqueue(producer, "count") for _ in range(60)]
-    monkeypatch.setattr(calls, "claim_task", watched)
-    with psycopg.connect(dsn, autocommit=True) as observer, running(worker):
-        wait_until(lambda: count(observer, "completed") == len(ids))
-    assert most == slots
-    # It holds no claim that it cannot start.
-    assert max(claimed) == slots
-
-
-def test_a_full_worker_does_not_ask_for_more(
-    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = quick(dsn, concurrency=3, lease=1)
-    gate = Event()
-    full = Barrier(4)
-
-    @worker.task("wait")
-    def wait(task: Task) -> None:
-        if not gate.is_set():
-            full.wait(PATIENCE)
-            gate.wait(PATIENCE)
-
-    ids = [enqueue(conn, "wait") for _ in range(10)]
-    asked: list[int] = []
-    claim_task = calls.claim_task
-
-    def watched(session: calls.Connection, *args: Any) -> list[calls.Claim]:
-        asked.append(args[-1])
-        return claim_task(session, *args)
-
-    monkeypatch.setattr(calls, "claim_task", watched)
-    with running(worker):
-        full.wait(PATIENCE)
-        # Two extensions later it has had every occasion.
-        wait_for_extension(conn, ids[0])
-        wait_for_extension(conn, ids[0])
-        assert asked == [3]
-        assert (count(conn, "processing"), count(conn, "queued")) == (3, 7)
-        gate.set()
-        wait_until(lambda: count(conn, "completed") == len(ids))
-
-
-def test_no_queue_starves_beside_one_that_never_empties(dsn: str, conn: psycopg.Connection) -> None:
-    worker = quick(dsn, queues=["endless", "first", "second"], concurrency=1)
-    worker.task("noop")(lambda task: None)
-
-    @worker.task("again")
-    def again(task: Task) -> None:
-        with psycopg.connect(dsn, autocommit=True) as session:
-            enqueue(session, "again", queue="endless", priority=0)
-
-    for _ in range(2):
-        enqueue(conn, "again", queue="endless", priority=0)
-    ids = [enqueue(conn, "noop", queue=queue) for queue in 5 * ["first", "second"]]
-    with running(worker):
-        for task_id in ids:
-            wait_for(conn, task_id, "completed")
-        assert count(conn, "queued") + count(conn, "processing") > 0
-
-
-def test_a_worker_uses_one_connection(dsn: str, conn: psycopg.Connection) -> None:
-    worker = quick(dsn, concurrency=20, queues=["default", "other"])
-    gate = Event()
-
-    @worker.task("plain")
-    def plain(task: Task) -> None:
-        gate.wait(PATIENCE)
-
-    @worker.task("async")
-    async def coroutine(task: Task) -> None:
-        while not gate.is_set():
-            await asyncio.sleep(0.01)
-
-    for _ in range(10):
-        enqueue(conn, "plain")
-        enqueue(conn, "async", queue="other")
-    with running(worker):
-        wait_until(lambda: count(conn, "processing") == 20)
-        [(connections,)] = conn.execute(
-            """
-            select count(*)
-              from pg_stat_activity
-             where datname = current_database() and pid <> pg_backend_pid()
-               and backend_type = 'client backend'
-            """
-        )
-        assert connections == 1
-        gate.set()
-        wait_until(lambda: count(conn, "completed") == 20)
-
-
 # Leases, lost claims, cancelling
 
 
@@ -520,18 +381,6 @@ def test_a_lease_lasts_as_long_as_its_handler(
             time.sleep(0.05)
         assert [row(conn, task_id).attempt for task_id in ids] == [1, 1, 1]
     assert set(runs.values()) == {1}
-
-
-def take_away(session: psycopg.Connection, task_id: int) -> None:
-    """As if the lease had ended: reap the task and claim it for another worker."""
-    with session.transaction():
-        session.execute(
-            "update pgsched.scheduled_tasks set lease_expires_at = clock_timestamp() where id = %s",
-            [task_id],
-        )
-        assert session.execute(REAP).fetchall() == [(task_id,)]
-        claimed = session.execute("select id from pgsched.claim_task('other', p_lease => '1 h')")
-        assert claimed.fetchall() == [(task_id,)]
 
 
 def test_a_lost_claim_stops_its_handler_and_its_outcome_changes_nothing(

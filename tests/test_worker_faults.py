@@ -8,7 +8,7 @@ import time
 import traceback
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from threading import Barrier, Event
@@ -19,13 +19,16 @@ import psycopg
 import pytest
 from psycopg import sql
 from workers import (
+    CANCEL,
     PATIENCE,
     WorkerProcess,
     count,
+    end_sessions,
     quick,
     row,
     run_to_end,
     running,
+    sessions,
     wait_for,
     wait_for_delay,
     wait_for_extension,
@@ -35,8 +38,6 @@ from workers import (
 from pgsched import InvalidArgument, Retry, Snooze, Task, Worker, calls, enqueue
 
 Connect = Callable[..., psycopg.Connection]
-
-SESSION = "application_name like 'pgsched %' and datname = current_database()"
 
 
 def assert_no_lease_ends(conn: psycopg.Connection, until: Callable[[], object]) -> None:
@@ -50,11 +51,6 @@ def assert_no_lease_ends(conn: psycopg.Connection, until: Callable[[], object]) 
     wait_until(look)
 
 
-def end_session(conn: psycopg.Connection) -> None:
-    """End the worker's session, and return when it is gone."""
-    conn.execute(f"select pg_terminate_backend(pid, 5000) from pg_stat_activity where {SESSION}")
-
-
 def cannot_be_serialized(conn: psycopg.Connection) -> None:
     raise psycopg.errors.SerializationFailure
 
@@ -62,13 +58,13 @@ def cannot_be_serialized(conn: psycopg.Connection) -> None:
 # Leases
 
 
-@pytest.mark.parametrize("fault", [end_session, cannot_be_serialized])
+@pytest.mark.parametrize("fault", [end_sessions, cannot_be_serialized])
 def test_an_extension_that_failed_is_made_up_in_time(
     dsn: str,
     conn: psycopg.Connection,
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[psycopg.Connection], None],
+    fault: Callable[[psycopg.Connection], object],
 ) -> None:
     worker = quick(dsn, lease=2)
     gate = Event()
@@ -109,13 +105,13 @@ def test_many_failures_at_once_on_a_slow_database_hold_up_no_lease(
             await asyncio.sleep(0.05)
         raise ValueError("all at once")
 
-    fail_task = calls.fail_task
+    fail_tasks = calls.fail_tasks
 
-    def slow(*args: Any) -> str:
-        time.sleep(0.008)
-        return fail_task(*args)
+    def slow(conn: calls.Connection, claims: Sequence[calls.Claim], *args: Any) -> list[str]:
+        time.sleep(0.008 * len(claims))
+        return fail_tasks(conn, claims, *args)
 
-    monkeypatch.setattr(calls, "fail_task", slow)
+    monkeypatch.setattr(calls, "fail_tasks", slow)
     long = enqueue(conn, "long", priority=0)
     conn.execute(
         "select pgsched.enqueue_task('fail', p_max_attempts => 1) from generate_series(1, %s)",
@@ -234,8 +230,8 @@ def test_a_failing_task_never_leaves_a_transaction_open(dsn: str, conn: psycopg.
 
     def look() -> bool:
         for _ in range(20):
-            found = conn.execute(f"select state from pg_stat_activity where {SESSION}".encode())
-            states.update(state for (state,) in found)
+            query = "select state from pg_stat_activity where pid = any (%s)"
+            states.update(state for (state,) in conn.execute(query, [sessions(conn)]))
         return count(conn, "failed") == 200 and count(conn, "processing") == 0
 
     with running(worker):
@@ -474,8 +470,8 @@ def test_sigterm_ends_it_within_the_grace_while_its_table_is_locked(
         wait_until(lambda: conn.execute("select id from pgsched.workers").fetchall())
         with connect().transaction() as block:
             block.connection.execute("lock table pgsched.scheduled_tasks")
-            waiting = f"select from pg_stat_activity where {SESSION} and wait_event_type = 'Lock'"
-            wait_until(lambda: conn.execute(waiting.encode()).fetchall())
+            waiting = "select from pg_locks where pid = any (%s) and not granted"
+            wait_until(lambda: conn.execute(waiting, [sessions(conn)]).fetchall())
             worker.process.send_signal(signal.SIGTERM)
             assert worker.process.wait(3 * (grace + 1)) == 0
         assert "Traceback" not in worker.log
@@ -622,8 +618,7 @@ def test_a_session_that_is_read_only_is_replaced(dsn: str, conn: psycopg.Connect
     conn.execute(f"{read_only} = on".encode())
     task_id = enqueue(conn, "noop")
     with running(worker):
-        look = f"select pid from pg_stat_activity where {SESSION}".encode()
-        wait_until(lambda: conn.execute(look).fetchall())
+        wait_until(lambda: sessions(conn))
         conn.execute(f"{read_only} = off".encode())
         wait_for(conn, task_id, "completed")
 
@@ -662,8 +657,7 @@ def test_a_cancelled_coroutine_may_clean_up_for_longer_than_a_lease(
     task_id = enqueue(conn, "clean")
     with running(worker):
         wait_for(conn, task_id, "processing")
-        request = "update pgsched.scheduled_tasks set cancel_requested_at = now() where id = %s"
-        conn.execute(request, [task_id])
+        conn.execute(CANCEL, [task_id])
         wait_for(conn, task_id, "cancelled")
     assert cancellations[task_id] == 3
 

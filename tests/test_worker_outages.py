@@ -18,11 +18,13 @@ from workers import (
     WorkerProcess,
     ask,
     count,
+    end_sessions,
     install,
     quick,
     row,
     run_to_end,
     running,
+    sessions,
     wait_for,
     wait_for_extension,
     wait_until,
@@ -141,16 +143,7 @@ def test_nothing_is_lost_when_the_session_is_ended_again_and_again(
         for _ in range(15):
             ids += [enqueue(conn, "work") for _ in range(40)]
             time.sleep(0.2)
-            ended += len(
-                conn.execute(
-                    """
-                    select pg_terminate_backend(pid)
-                      from pg_stat_activity
-                     where datname = current_database() and pid <> pg_backend_pid()
-                       and backend_type = 'client backend'
-                    """
-                ).fetchall()
-            )
+            ended += end_sessions(conn)
         wait_until(lambda: count(conn, "completed") == len(ids))
         assert count(conn, "queued") + count(conn, "processing") == 0
     assert ended >= 10
@@ -299,21 +292,16 @@ def test_sigterm_ends_it_within_the_grace_while_its_session_is_stuck(
     grace = 1
     with start(tmp_path, dsn, "--grace", str(grace)) as worker:
         wait_until(lambda: conn.execute("select id from pgsched.workers").fetchall())
-        [(backend,)] = conn.execute(
-            """
-            select pid
-              from pg_stat_activity
-             where datname = current_database() and pid <> pg_backend_pid()
-               and backend_type = 'client backend'
-            """
-        )
-        os.kill(backend, signal.SIGSTOP)
+        backends = sessions(conn)
+        for backend in backends:
+            os.kill(backend, signal.SIGSTOP)
         try:
             worker.process.send_signal(signal.SIGTERM)
             assert worker.process.wait(3 * (grace + 2)) == 0
             assert "Traceback" not in worker.log
         finally:
-            os.kill(backend, signal.SIGCONT)
+            for backend in backends:
+                os.kill(backend, signal.SIGCONT)
 
 
 INTERRUPTED = """

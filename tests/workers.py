@@ -21,6 +21,9 @@ SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
 PATIENCE = 30.0
 """Seconds that a test waits for what has to happen, on a machine that is slow today."""
 
+REAP = "select id from pgsched.reap_stale()"
+CANCEL = "select pgsched.cancel_task(%s)"
+
 
 def install(server: Server, dsn: str) -> None:
     """Install the schema with psql."""
@@ -90,6 +93,42 @@ def wait_for_extension(conn: psycopg.Connection, task_id: int) -> None:
     """Return when the lease of a running task has been extended once more."""
     before = row(conn, task_id).lease_expires_at
     wait_until(lambda: row(conn, task_id).lease_expires_at != before, 5)
+
+
+def take_away(conn: psycopg.Connection, task_id: int) -> None:
+    """As if the lease had ended: reap the task and claim it for another worker."""
+    with conn.transaction():
+        conn.execute(
+            "update pgsched.scheduled_tasks set lease_expires_at = clock_timestamp() where id = %s",
+            [task_id],
+        )
+        assert conn.execute(REAP).fetchall() == [(task_id,)]
+        claimed = conn.execute("select id from pgsched.claim_task('other', p_lease => '1 h')")
+        assert claimed.fetchall() == [(task_id,)]
+
+
+def sessions(conn: psycopg.Connection, names: str = "pgsched %") -> list[int]:
+    """The server processes of workers' sessions whose application_name is like this."""
+    rows = conn.execute(
+        """
+        select pid
+          from pg_stat_activity
+         where datname = current_database() and application_name like %s
+        """,
+        [names],
+    )
+    return [pid for (pid,) in rows]
+
+
+LISTENERS = "pgsched % listener"
+
+
+def end_sessions(conn: psycopg.Connection, names: str = "pgsched %") -> int:
+    """End such sessions, and return, when they are gone, how many there were."""
+    pids = sessions(conn, names)
+    for pid in pids:
+        conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
+    return len(pids)
 
 
 def quick(dsn: str, **options: Any) -> Worker:
