@@ -465,7 +465,9 @@ comment on function pgsched._lock_claim is
 
 revoke all on function pgsched._lock_claim from public;
 
--- One statement over both tables: a task that moves between them is seen in one of them.
+-- One statement over both tables: a task that moves between them is seen in one of them. A snapshot
+-- that is older than the task's last change does not show it; then locking the row raises 40001,
+-- which is the truth: nothing can be told about the task in this transaction.
 create function pgsched._status(p_id bigint)
   returns text
   language plpgsql
@@ -479,6 +481,10 @@ begin
       message = 'p_id must not be null',
       hint = 'Give the id of a task.';
   end if;
+  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
+    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
+    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
+  end if;
   select t.status into v_status from pgsched.tasks as t where t.id = p_id;
   if not found then
     raise exception using
@@ -491,7 +497,8 @@ end;
 $$;
 
 comment on function pgsched._status is
-  'Status of a task, live or finished; else TS400 or TS404.';
+  'Status of a task, live or finished; else TS400 or TS404, or 40001 where the caller''s snapshot '
+  'is too old to tell.';
 
 revoke all on function pgsched._status from public;
 
@@ -510,13 +517,10 @@ end;
 $$;
 
 comment on function pgsched._raise_wrong_state is
-  'Explains why no row had an id and a status: TS400 for a null, TS404 for an unknown task, else '
-  'TS423.';
+  'Explains why no row had an id and a status: TS423, else as _status.';
 
 revoke all on function pgsched._raise_wrong_state from public;
 
--- A snapshot that is older than the claim does not show it. Locking the row then raises 40001,
--- which is the truth: whether the claim is current cannot be told in this transaction.
 create function pgsched._raise_not_current(p_id bigint, p_claim_token uuid)
   returns void
   language plpgsql
@@ -528,10 +532,6 @@ begin
       message = 'p_id and p_claim_token must not be null',
       hint = 'Give the id and the claim_token that claim_task returned.';
   end if;
-  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
-    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
-    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
-  end if;
   perform pgsched._status(p_id);
   raise exception using
     errcode = 'TS409',
@@ -542,8 +542,8 @@ end;
 $$;
 
 comment on function pgsched._raise_not_current is
-  'Explains why no row had an id and a token: TS400 for a null, 40001 where the caller''s snapshot '
-  'is too old to tell, TS404 for an unknown task, else TS409.';
+  'Explains why no row had an id and a token: TS400 for a null, TS409 for a claim that is over, '
+  'else as _status.';
 
 revoke all on function pgsched._raise_not_current from public;
 
@@ -878,7 +878,7 @@ as $$
            when f.key is null then
              array['not an object', 'Give the arguments of enqueue_task, without p_.']
            when f.expected is null then
-             array[quote_ident(f.key) || ' is not a field of a task',
+             array[quote_ident(left(f.key, 80)) || ' is not a field of a task',
                    'Give the arguments of enqueue_task, without p_.']
            else
              array[f.key || ' is not ' || f.expected || ': ' || left(f.value::text, 80),
@@ -1101,15 +1101,20 @@ declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
   v_lease_expires_at timestamptz;
 begin
+  -- The row first, which may have to wait, and then the clock.
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.claim_token = p_claim_token
+      for no key update;
+  if not found then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+
   update pgsched.scheduled_tasks as t
      set lease_expires_at =
            greatest(t.lease_expires_at,
                     clock_timestamp() + v_lease_seconds * interval '1 second')
-   where t.id = p_id and t.claim_token = p_claim_token
+   where t.id = p_id
   returning t.lease_expires_at into v_lease_expires_at;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
   return v_lease_expires_at;
 end;
 $$;
@@ -1620,15 +1625,18 @@ begin
     raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
 
-  -- The id of this transaction first, then the clock: a queued row is never older than its writer.
-  perform pg_current_xact_id();
-  update pgsched.scheduled_tasks as t
-     set run_at = greatest(p_run_at, clock_timestamp()),
-         priority = coalesce(p_priority, t.priority)
-   where t.id = p_id and t.status = 'queued';
+  -- The row first, which may have to wait and gives this transaction its id; then the clock.
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.status = 'queued'
+      for no key update;
   if not found then
     perform pgsched._raise_wrong_state(p_id, 'Only a queued task can be rescheduled.');
   end if;
+
+  update pgsched.scheduled_tasks as t
+     set run_at = greatest(p_run_at, clock_timestamp()),
+         priority = coalesce(p_priority, t.priority)
+   where t.id = p_id;
 end;
 $$;
 
