@@ -620,10 +620,10 @@ create function pgsched.register_listener(p_worker_id bigint, p_queues text[])
 as $$
 begin
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
-  if p_queues is null then
+  if p_queues is null or array_ndims(p_queues) > 1 then
     raise exception using
       errcode = 'TS400',
-      message = 'p_queues must not be null',
+      message = 'p_queues is not a list of queues',
       hint = 'Give the queues that the worker listens for, an empty array for none.';
   end if;
   perform from pgsched.workers as w where w.id = p_worker_id for key share;
@@ -1224,7 +1224,9 @@ begin
            clock_timestamp(), p_result
       from ended as e
      where not exists (
-           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+           select
+             from pgsched.queues as q
+            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
   select exists (select from ended) into v_completed;
   if v_completed then
     return true;
@@ -1301,7 +1303,9 @@ begin
       from ended as e
       join given as g on g.id = e.id and g.claim_token = e.claim_token and g.repetition = 1
      where not exists (
-           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+           select
+             from pgsched.queues as q
+            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
   select g.id,
          case
            when e.id is not null and g.repetition = 1 then 'completed'
@@ -1864,10 +1868,11 @@ begin
               order by f.status, f.queue
               limit 1) as n)
     select k.status, k.queue,
-           v_now - case
-                     when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
-                     else coalesce(q.keep_failed, '30 days')
-                   end as finished_before
+           v_now - interval '1 second' * date_part(
+             'epoch',
+             case when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
+                  else coalesce(q.keep_failed, '30 days')
+             end) as finished_before
       from kinds as k
       left join pgsched.queues as q on q.name = k.queue
      order by random()
