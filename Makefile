@@ -34,7 +34,7 @@ pgtap: .venv/dev.done .venv/pgtap/pgtap.sql ## the SQL tests, on a private Postg
 	@echo "Running the SQL tests (pg_prove)"
 	@$(BIN)/python tests/run_pgtap.py --summary .venv/pgtap.txt
 
-pytest: .venv/dev.done ## the Python tests, on a private PostgreSQL
+pytest: .venv/dev.done .venv/pgtap/pgtap.sql ## the Python tests, on a private PostgreSQL
 	@echo "Running the Python tests (pytest)"
 	@$(BIN)/python -m pytest --junitxml .venv/pytest.xml
 

@@ -108,20 +108,27 @@ select is_empty(
   $$select name from functions where definition ~* '\mpg_(try_)?advisory_(?!xact_)'$$,
   'no function takes a lock that outlives the transaction');
 
--- Errors
+-- Errors. 25006 is PostgreSQL's own: a read-only transaction.
 select is_empty(
   $$select name from functions
      where (select count(*) from regexp_matches(definition, '\mraise\M', 'g')) <> (
             select count(*)
               from regexp_matches(definition,
-                     'raise exception using\s+errcode = ''TS\d{3}'',\s+message = [^;]*?\shint = ''',
-                     'g'))$$,
+                     'raise (exception using\s+errcode = ''(TS\d{3}|25006)''|'
+                     'warning using\s+errcode = sqlstate),\s+message = [^;]*?\shint = ', 'g'))$$,
   'every error has a code of ours, a message and a hint');
 
--- plpgsql_check, where it is installed.
-select exists (select from pg_available_extensions where name = 'plpgsql_check') as has_check \gset
+-- plpgsql_check, where it is installed or can be until the rollback.
+select exists (
+         select from pg_available_extensions
+          where name = 'plpgsql_check'
+            and (installed_version is not null or current_setting('is_superuser')::boolean))
+       as has_check \gset
 \if :has_check
   create extension if not exists plpgsql_check;
+  select set_config('search_path',
+                    current_setting('search_path') || ', ' || extnamespace::regnamespace, true)
+    from pg_extension where extname = 'plpgsql_check' \g /dev/null
   select is_empty(
     $$select c.functionid, c.lineno, c.sqlstate, c.message
         from functions as f

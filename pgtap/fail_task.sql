@@ -228,11 +228,9 @@ select throws_ok(
 select is(pg_temp.task(:huge) ->> 'status', 'processing', 'a refused call fails nothing');
 
 -- Rights
-grant execute on function pgsched.fail_task to pgtap_caller;
-set local role pgtap_caller;
-select results_eq(format('select status from pgsched.fail_task(%s, %L, ''x'')', :huge, :'token_a'),
-                  array['queued'], 'EXECUTE on fail_task is enough to call it');
-reset role;
+select pg_temp.may_call(
+  'pgsched.fail_task',
+  format('select status from pgsched.fail_task(%s, %L, ''x'')', :huge, :'token_a'), 'queued');
 
 select * from finish();
 rollback;

@@ -1,15 +1,31 @@
--- Included first by every file, inside the transaction that the file rolls back at its end.
+-- Included first by every file, inside the transaction that the file rolls back at its end. The
+-- database may be in use: tests have queues of their own, called pgtap something, and neither count
+-- nor lock the tasks of others.
 \set ON_ERROR_STOP on
 \set QUIET on
 \pset format unaligned
 \pset tuples_only on
 \pset pager off
 
--- pgTAP is in public; the helpers go to pg_temp. The rest makes texts the same everywhere.
-set local search_path = public;
+-- By itself, outside a transaction, it is no test and does nothing.
+select pg_current_xact_id() \g /dev/null
+select pg_current_xact_id_if_assigned() is not null as included \gset
+\if :included
+\else
+  \echo '1..0 # SKIP the tests include it'
+  \q
+\endif
+
+-- Two runs would meet on ids, names and locks: a file waits for that of another run to end.
+select pg_advisory_xact_lock(hashtext('pgtap of pgsched')) \g /dev/null
+
+-- pgTAP finds itself by the search path; the helpers go to pg_temp.
+select set_config('search_path', pronamespace::regnamespace::text, true)
+  from pg_proc where proname = 'pgtap_version' \g /dev/null
+
+-- These make texts the same everywhere.
 set local client_encoding = 'UTF8';
 set local client_min_messages = 'warning';
-set local lc_messages = 'C';
 set local timezone = 'UTC';
 set local datestyle = 'ISO';
 set local intervalstyle = 'postgres';
@@ -22,9 +38,35 @@ set local intervalstyle = 'postgres';
 \set huge_2_32 5000000004294967296
 \set huge_same_key 5000000002147483647
 
--- Has no right but the use of the schema; a file grants it EXECUTE on its function.
-create role pgtap_caller;
-grant usage on schema pgsched to pgtap_caller;
+-- Whether a role with no right but the use of the schema and EXECUTE on this function gets this
+-- result, one value, from a query. pgTAP stays outside: the role may have no right on its schema.
+-- Where no role can be created, the query is run for those that look at what it did.
+create function pg_temp.may_call(p_function regproc, p_query text, p_result text)
+  returns text
+  language plpgsql
+as $$
+declare
+  v_role text := current_setting('role');
+  v_what text := format('EXECUTE on %s is enough to call it', p_function);
+  v_result text;
+begin
+  if not (select r.rolsuper or r.rolcreaterole
+            from pg_roles as r where r.rolname = current_user) then
+    execute p_query;
+    return skip(format('%s may not create a role: %s', current_user, v_what));
+  end if;
+  if to_regrole('pgtap_caller') is null then
+    create role pgtap_caller;
+    grant usage on schema pgsched to pgtap_caller;
+    grant pgtap_caller to current_user;
+  end if;
+  execute format('grant execute on function %s to pgtap_caller', p_function);
+  perform set_config('role', 'pgtap_caller', true);
+  execute p_query into v_result;
+  perform set_config('role', v_role, true);
+  return is(v_result, p_result, v_what);
+end;
+$$;
 
 create function pg_temp.arguments_of(p_function regproc)
   returns text
@@ -140,14 +182,14 @@ as $$
     select
       from pg_locks as l
      where l.pid = pg_backend_pid() and l.locktype = 'advisory' and l.granted
-       and (l.classid, l.objid, l.objsubid) = (1337, (p_id % 2147483647)::oid, 2))
+       and (l.classid, l.objid, l.objsubid) = (1337, (p_id % 2147483647)::integer::oid, 2))
 $$;
 
 create temporary table good_names (name text, what text);
 insert into good_names (name, what)
 values ('~', 'one sign'),
        (' ', 'a blank'),
-       ('null', 'the word null'),
+       ('nULL', 'the word null'),
        (repeat('x', 63), '63 bytes'),
        (repeat('é', 31) || 'x', '63 bytes in 32 characters'),
        (repeat('🐘', 15), '60 bytes in 15 characters'),

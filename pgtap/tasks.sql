@@ -9,7 +9,7 @@ create function pg_temp.put(p_table text, p_change jsonb)
 as $$
 declare
   v_row jsonb := case p_table
-    when 'queues' then '{"name": "pgtap tasks", "paused": false}'
+    when 'queues' then '{"name": "pgtap tasks", "paused": false, "notify": true}'
     when 'workers' then '{"id": 5000000000000000000, "name": "pgtap", "queues": ["a"], "slots": 1,
                           "started_at": "2020-01-01T00:00:00Z", "seen_at": "2020-01-01T00:00:00Z"}'
     else '{"id": 5000000000000000000, "queue": "pgtap tasks", "task_type": "a", "payload": {},
@@ -24,39 +24,52 @@ begin
 end;
 $$;
 
+-- The SQLSTATE, and the constraint or column, by which a row is refused; null when it is taken. The
+-- message may be in any language.
+create function pg_temp.refusal(p_table text, p_change jsonb)
+  returns text
+  language plpgsql
+as $$
+declare
+  v_table text;
+  v_column text;
+  v_constraint text;
+begin
+  perform pg_temp.put(p_table, p_change);
+  return null;
+exception
+  when integrity_constraint_violation then
+    get stacked diagnostics
+      v_table = table_name, v_column = column_name, v_constraint = constraint_name;
+    return sqlstate || ' ' || case sqlstate when '23502' then v_table || '.' || v_column
+                                            else v_constraint end;
+end;
+$$;
+
 -- Live tasks
-select throws_ok($$select pg_temp.put('scheduled_tasks', '{"status": "$$ || bad || $$"}')$$,
-                 '23514', 'new row for relation "scheduled_tasks" violates check constraint '
-                          '"scheduled_tasks_status_check"',
-                 format('a live task is not %s', bad))
+select is(pg_temp.refusal('scheduled_tasks', jsonb_build_object('status', bad)),
+          '23514 scheduled_tasks_status_check', format('a live task is not %s', bad))
   from unnest(array['completed', 'failed', 'cancelled', 'waiting', '']) as bad;
-select throws_ok($$select pg_temp.put('scheduled_tasks', '$$ || row || $$')$$,
-                 '23514', 'new row for relation "scheduled_tasks" violates check constraint '
-                          '"scheduled_tasks_claim_check"', what)
-  from (values ('{"status": "processing"}', 'a running task has a token and a lease'),
+select is(pg_temp.refusal('scheduled_tasks', row), '23514 scheduled_tasks_claim_check', what)
+  from (values (jsonb '{"status": "processing"}', 'a running task has a token and a lease'),
                ('{"status": "processing", "claim_token": "00000000-0000-4000-8000-000000000000"}',
                 'not only a token'),
                ('{"status": "processing", "lease_expires_at": "2999-01-01"}', 'nor only a lease'),
                ('{"claim_token": "00000000-0000-4000-8000-000000000000",
                   "lease_expires_at": "2999-01-01"}', 'a queued task has not both'))
        as bad (row, what);
-select throws_ok(format($$select pg_temp.put('scheduled_tasks', '{"%s": null}')$$, attname),
-                 '23502', format('null value in column "%s" of relation "scheduled_tasks" '
-                                 'violates not-null constraint', attname),
-                 format('a live task has its %s', attname))
+select is(pg_temp.refusal('scheduled_tasks', jsonb_build_object(attname, null)),
+          '23502 scheduled_tasks.' || attname, format('a live task has its %s', attname))
   from pg_attribute
  where attrelid = 'pgsched.scheduled_tasks'::regclass
    and attname in ('id', 'queue', 'task_type', 'payload', 'status', 'priority', 'run_at', 'attempt',
                    'max_attempts', 'created_at');
 select lives_ok($$select pg_temp.put('scheduled_tasks', '{"unique_key": "k"}')$$,
                 'a task needs no more than that');
-select throws_ok($$select pg_temp.put('scheduled_tasks', '{"unique_key": "l"}')$$,
-                 '23505', 'duplicate key value violates unique constraint "scheduled_tasks_pkey"',
-                 'an id is there once');
-select throws_ok(
-  $$select pg_temp.put('scheduled_tasks', '{"id": 5000000000000000001, "unique_key": "k"}')$$,
-  '23505', 'duplicate key value violates unique constraint "scheduled_tasks_unique_key_idx"',
-  'a unique key is there once in a queue');
+select is(pg_temp.refusal('scheduled_tasks', '{"unique_key": "l"}'), '23505 scheduled_tasks_pkey',
+          'an id is there once');
+select is(pg_temp.refusal('scheduled_tasks', '{"id": 5000000000000000001, "unique_key": "k"}'),
+          '23505 scheduled_tasks_unique_key_idx', 'a unique key is there once in a queue');
 select lives_ok(
          format('select pg_temp.put(''scheduled_tasks'', %L)',
                 row || jsonb_build_object('id', 5000000000000000010 + n)), what)
@@ -75,30 +88,22 @@ select results_eq(
   'a task without more has an id of its own, is queued and has had no attempt');
 
 -- Finished tasks
-select throws_ok($$select pg_temp.put('finished_tasks', '{"status": "$$ || bad || $$"}')$$,
-                 '23514', 'new row for relation "finished_tasks" violates check constraint '
-                          '"finished_tasks_status_check"',
-                 format('a finished task is not %s', bad))
+select is(pg_temp.refusal('finished_tasks', jsonb_build_object('status', bad)),
+          '23514 finished_tasks_status_check', format('a finished task is not %s', bad))
   from unnest(array['queued', 'processing', 'waiting', '']) as bad;
 select lives_ok(
          format('select pg_temp.put(''finished_tasks'', ''{"id": %s, "status": "%s"}'')',
                 5000000000000000020 + n, status),
          format('a finished task may be %s', status))
   from (values (1, 'completed'), (2, 'failed'), (3, 'cancelled')) as good (n, status);
-select throws_ok(
-  $$select pg_temp.put('finished_tasks', '{"id": 5000000000000000021, "status": "failed"}')$$,
-  '23505', 'duplicate key value violates unique constraint "finished_tasks_pkey"',
-  'a task is finished once');
-select throws_ok(
-  $$select pg_temp.put('finished_tasks', '{"status": "failed", "finished_at": null}')$$,
-  '23502', 'null value in column "finished_at" of relation "finished_tasks" '
-           'violates not-null constraint', 'a finished task has its finished_at');
+select is(pg_temp.refusal('finished_tasks', '{"id": 5000000000000000021, "status": "failed"}'),
+          '23505 finished_tasks_pkey', 'a task is finished once');
+select is(pg_temp.refusal('finished_tasks', '{"status": "failed", "finished_at": null}'),
+          '23502 finished_tasks.finished_at', 'a finished task has its finished_at');
 
 -- Settings of a queue
-select throws_ok(format('select pg_temp.put(''queues'', ''{"%s": %s}'')', setting, bad),
-                 '23514', format('new row for relation "queues" violates check constraint '
-                                 '"queues_%s_check"', setting),
-                 format('%s cannot be %s', setting, bad))
+select is(pg_temp.refusal('queues', jsonb_build_object(setting, bad::jsonb)),
+          format('23514 queues_%s_check', setting), format('%s cannot be %s', setting, bad))
   from (values ('max_attempts', '0'), ('max_attempts', '-1'),
                ('retry_delay', '"-1 microseconds"'), ('retry_delay', '"2 years"'),
                ('retry_delay', '"-1 year 360 days"'),
@@ -118,15 +123,12 @@ select lives_ok(format('select pg_temp.put(''queues'', ''{"name": "pgtap %s%s", 
   from unnest(array['retry_delay', 'retry_delay_max']) as setting
  cross join unnest(array['0', '1 microsecond', '365 days']) as good;
 select pg_temp.put('queues', '{}') \g /dev/null
-select throws_ok($$select pg_temp.put('queues', '{}')$$, '23505',
-                 'duplicate key value violates unique constraint "queues_pkey"',
-                 'a queue has its settings once');
+select is(pg_temp.refusal('queues', '{}'), '23505 queues_pkey', 'a queue has its settings once');
 
 -- Workers
 select pg_temp.put('workers', '{}') \g /dev/null
-select throws_ok($$select pg_temp.put('workers', '{"id": 5000000000000000001}')$$, '23505',
-                 'duplicate key value violates unique constraint "workers_name_key"',
-                 'a worker''s name is there once');
+select is(pg_temp.refusal('workers', '{"id": 5000000000000000001}'), '23505 workers_name_key',
+          'a worker''s name is there once');
 
 -- The view
 select results_eq(

@@ -1,6 +1,7 @@
 """Run the pgTAP files with pg_prove, on a server of their own; see `make pgtap`."""
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -10,28 +11,27 @@ from pgsched.embedded import Server
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / ".venv" / "pgtap"
+TESTS = ROOT / "pgtap"
 
 
-def prove(files: list[Path]) -> str:
-    """Run these files, show what pg_prove says, and return it; exit when one fails."""
-    with Server(settings={"fsync": "off", "synchronous_commit": "off"}) as server:
-        server.create_database("pgtap")
-        for script in (ROOT / "sql" / "schema" / "schema.sql", TOOLS / "pgtap.sql"):
-            options = ["-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", "pgtap"]
-            server.run("psql", *options, "-f", script, check=True)
-        options = ["--ext", ".sql", "--psql-bin", str(server.bin_dir / "psql"), "-d", "pgtap"]
-        done = server.run(
-            str(TOOLS / "pg_prove"),
-            *options,
-            *files,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    print(done.stdout, end="", flush=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
+def prove(
+    server: Server, database: str, path: Path = TESTS, *, user: str = "postgres"
+) -> subprocess.CompletedProcess[str]:
+    """Run a pgTAP file, or all of a folder, in this database as this user."""
+    return server.run(
+        str(TOOLS / "pg_prove"),
+        *["--ext", ".sql", "--psql-bin", str(server.bin_dir / "psql")],
+        *["-d", database, "-U", user, os.path.relpath(path, ROOT)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def ran(output: str) -> tuple[int, int]:
+    """How many files and assertions pg_prove says it ran; it passes when there were none."""
+    counts = re.search(r"^Files=(\d+), Tests=(\d+)", output, re.MULTILINE)
+    return (int(counts[1]), int(counts[2])) if counts else (0, 0)
 
 
 def main() -> None:
@@ -39,14 +39,20 @@ def main() -> None:
     parser.add_argument("--summary", type=Path, help="file for one line with the counts")
     summary = parser.parse_args().summary
 
-    files = sorted((ROOT / "pgtap").glob("*.sql"))
-    files = [path.relative_to(ROOT) for path in files if path.name != "fixtures.sql"]
-    # pg_prove passes when it runs nothing, so its own count has to be ours.
-    counts = re.search(r"^Files=(\d+), Tests=(\d+)", prove(files), re.MULTILINE)
-    if not files or not counts or int(counts[1]) != len(files):
-        sys.exit(f"pg_prove ran {counts[1] if counts else 'none'} of {len(files)} files")
+    with Server(settings={"fsync": "off", "synchronous_commit": "off"}) as server:
+        dsn = server.create_database("pgtap")
+        for script in (ROOT / "sql" / "schema" / "schema.sql", TOOLS / "pgtap.sql"):
+            server.run("psql", "-Xqv", "ON_ERROR_STOP=1", "-d", dsn, "-f", script, check=True)
+        done = prove(server, "pgtap")
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    files, assertions = ran(done.stdout)
+    there = len(list(TESTS.glob("*.sql")))
+    if files != there:
+        sys.exit(f"pg_prove ran {files} of {there} files")
     if summary:
-        summary.write_text(f"{counts[1]} pgTAP files ({counts[2]} assertions)\n")
+        summary.write_text(f"{files - 1} pgTAP files ({assertions} assertions)\n")
 
 
 if __name__ == "__main__":

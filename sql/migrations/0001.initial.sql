@@ -533,7 +533,9 @@ comment on function pgsched._lock_claims is
 
 revoke all on function pgsched._lock_claims from public;
 
--- One statement over both tables: a task that moves between them is seen in one of them.
+-- One statement over both tables: a task that moves between them is seen in one of them. A snapshot
+-- that is older than the task's last change does not show it; then locking the row raises 40001,
+-- which is the truth: nothing can be told about the task in this transaction.
 create function pgsched._status(p_id bigint)
   returns text
   language plpgsql
@@ -547,6 +549,10 @@ begin
       message = 'p_id must not be null',
       hint = 'Give the id of a task.';
   end if;
+  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
+    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
+    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
+  end if;
   select t.status into v_status from pgsched.tasks as t where t.id = p_id;
   if not found then
     raise exception using
@@ -559,7 +565,8 @@ end;
 $$;
 
 comment on function pgsched._status is
-  'Status of a task, live or finished; else TS400 or TS404.';
+  'Status of a task, live or finished; else TS400 or TS404, or 40001 where the caller''s snapshot '
+  'is too old to tell.';
 
 revoke all on function pgsched._status from public;
 
@@ -578,13 +585,10 @@ end;
 $$;
 
 comment on function pgsched._raise_wrong_state is
-  'Explains why no row had an id and a status: TS400 for a null, TS404 for an unknown task, else '
-  'TS423.';
+  'Explains why no row had an id and a status: TS423, else as _status.';
 
 revoke all on function pgsched._raise_wrong_state from public;
 
--- A snapshot that is older than the claim does not show it. Locking the row then raises 40001,
--- which is the truth: whether the claim is current cannot be told in this transaction.
 create function pgsched._raise_not_current(p_id bigint, p_claim_token uuid)
   returns void
   language plpgsql
@@ -596,10 +600,6 @@ begin
       message = 'p_id and p_claim_token must not be null',
       hint = 'Give the id and the claim_token that claim_task returned.';
   end if;
-  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
-    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
-    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
-  end if;
   perform pgsched._status(p_id);
   raise exception using
     errcode = 'TS409',
@@ -610,8 +610,8 @@ end;
 $$;
 
 comment on function pgsched._raise_not_current is
-  'Explains why no row had an id and a token: TS400 for a null, 40001 where the caller''s snapshot '
-  'is too old to tell, TS404 for an unknown task, else TS409.';
+  'Explains why no row had an id and a token: TS400 for a null, TS409 for a claim that is over, '
+  'else as _status.';
 
 revoke all on function pgsched._raise_not_current from public;
 
@@ -811,10 +811,10 @@ create function pgsched.register_listener(p_worker_id bigint, p_queues text[])
 as $$
 begin
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
-  if p_queues is null then
+  if p_queues is null or array_ndims(p_queues) > 1 then
     raise exception using
       errcode = 'TS400',
-      message = 'p_queues must not be null',
+      message = 'p_queues is not a list of queues',
       hint = 'Give the queues that the worker listens for, an empty array for none.';
   end if;
   perform from pgsched.workers as w where w.id = p_worker_id for key share;
@@ -1069,7 +1069,7 @@ as $$
            when f.key is null then
              array['not an object', 'Give the arguments of enqueue_task, without p_.']
            when f.expected is null then
-             array[quote_ident(f.key) || ' is not a field of a task',
+             array[quote_ident(left(f.key, 80)) || ' is not a field of a task',
                    'Give the arguments of enqueue_task, without p_.']
            else
              array[f.key || ' is not ' || f.expected || ': ' || left(f.value::text, 80),
@@ -1292,15 +1292,20 @@ declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
   v_lease_expires_at timestamptz;
 begin
+  -- The row first, which may have to wait, and then the clock.
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.claim_token = p_claim_token
+      for no key update;
+  if not found then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+
   update pgsched.scheduled_tasks as t
      set lease_expires_at =
            greatest(t.lease_expires_at,
                     clock_timestamp() + v_lease_seconds * interval '1 second')
-   where t.id = p_id and t.claim_token = p_claim_token
+   where t.id = p_id
   returning t.lease_expires_at into v_lease_expires_at;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
   return v_lease_expires_at;
 end;
 $$;
@@ -1410,7 +1415,9 @@ begin
            clock_timestamp(), p_result
       from ended as e
      where not exists (
-           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+           select
+             from pgsched.queues as q
+            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
   select exists (select from ended) into v_completed;
   if v_completed then
     return true;
@@ -1482,7 +1489,9 @@ begin
       from ended as e
       join given as g on g.id = e.id and g.claim_token = e.claim_token and g.repetition = 1
      where not exists (
-           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+           select
+             from pgsched.queues as q
+            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
   select g.id,
          case
            when e.id is not null and g.repetition = 1 then 'completed'
@@ -1708,9 +1717,9 @@ $$;
 
 comment on function pgsched.release_tasks is
   'Gives many claims back and answers in the order given. queued: due after p_delay (0 to 365 '
-  'days; null: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim is not '
-  'current, nothing was changed; gone: no such task; busy: another transaction has the row locked, '
-  'nothing was changed, try again. Raises TS400.';
+  'days; null: now), the attempt not counted; cancelled: a cancel was requested; stale: the claim '
+  'is not current, nothing was changed; gone: no such task; busy: another transaction has the row '
+  'locked, nothing was changed, try again. Raises TS400.';
 
 revoke all on function pgsched.release_tasks from public;
 
@@ -1736,8 +1745,13 @@ begin
   -- A killed worker cannot sign off: nobody waits for its NOTIFY after 5 minutes, and nobody needs
   -- its row after a day.
   delete from pgsched.listeners as l
-   using pgsched.workers as w
-   where w.id = l.worker_id and w.seen_at < v_now - interval '5 minutes';
+   where (l.queue, l.worker_id) in (
+         select o.queue, o.worker_id
+           from pgsched.listeners as o
+           join pgsched.workers as w on w.id = o.worker_id
+          where w.seen_at < v_now - interval '5 minutes'
+          order by o.queue, o.worker_id
+            for update of o skip locked);
   delete from pgsched.workers as w
    where w.id in (
          select o.id
@@ -1881,15 +1895,18 @@ begin
     raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
 
-  -- The id of this transaction first, then the clock: a queued row is never older than its writer.
-  perform pg_current_xact_id();
-  update pgsched.scheduled_tasks as t
-     set run_at = greatest(p_run_at, clock_timestamp()),
-         priority = coalesce(p_priority, t.priority)
-   where t.id = p_id and t.status = 'queued';
+  -- The row first, which may have to wait and gives this transaction its id; then the clock.
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.status = 'queued'
+      for no key update;
   if not found then
     perform pgsched._raise_wrong_state(p_id, 'Only a queued task can be rescheduled.');
   end if;
+
+  update pgsched.scheduled_tasks as t
+     set run_at = greatest(p_run_at, clock_timestamp()),
+         priority = coalesce(p_priority, t.priority)
+   where t.id = p_id;
 end;
 $$;
 
@@ -2103,10 +2120,11 @@ begin
               order by f.status, f.queue
               limit 1) as n)
     select k.status, k.queue,
-           v_now - case
-                     when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
-                     else coalesce(q.keep_failed, '30 days')
-                   end as finished_before
+           v_now - interval '1 second' * date_part(
+             'epoch',
+             case when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
+                  else coalesce(q.keep_failed, '30 days')
+             end) as finished_before
       from kinds as k
       left join pgsched.queues as q on q.name = k.queue
      order by random()

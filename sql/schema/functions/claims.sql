@@ -87,7 +87,9 @@ comment on function pgsched._lock_claims is
 
 revoke all on function pgsched._lock_claims from public;
 
--- One statement over both tables: a task that moves between them is seen in one of them.
+-- One statement over both tables: a task that moves between them is seen in one of them. A snapshot
+-- that is older than the task's last change does not show it; then locking the row raises 40001,
+-- which is the truth: nothing can be told about the task in this transaction.
 create function pgsched._status(p_id bigint)
   returns text
   language plpgsql
@@ -101,6 +103,10 @@ begin
       message = 'p_id must not be null',
       hint = 'Give the id of a task.';
   end if;
+  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
+    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
+    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
+  end if;
   select t.status into v_status from pgsched.tasks as t where t.id = p_id;
   if not found then
     raise exception using
@@ -113,7 +119,8 @@ end;
 $$;
 
 comment on function pgsched._status is
-  'Status of a task, live or finished; else TS400 or TS404.';
+  'Status of a task, live or finished; else TS400 or TS404, or 40001 where the caller''s snapshot '
+  'is too old to tell.';
 
 revoke all on function pgsched._status from public;
 
@@ -132,13 +139,10 @@ end;
 $$;
 
 comment on function pgsched._raise_wrong_state is
-  'Explains why no row had an id and a status: TS400 for a null, TS404 for an unknown task, else '
-  'TS423.';
+  'Explains why no row had an id and a status: TS423, else as _status.';
 
 revoke all on function pgsched._raise_wrong_state from public;
 
--- A snapshot that is older than the claim does not show it. Locking the row then raises 40001,
--- which is the truth: whether the claim is current cannot be told in this transaction.
 create function pgsched._raise_not_current(p_id bigint, p_claim_token uuid)
   returns void
   language plpgsql
@@ -150,10 +154,6 @@ begin
       message = 'p_id and p_claim_token must not be null',
       hint = 'Give the id and the claim_token that claim_task returned.';
   end if;
-  if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
-    perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
-    perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
-  end if;
   perform pgsched._status(p_id);
   raise exception using
     errcode = 'TS409',
@@ -164,7 +164,7 @@ end;
 $$;
 
 comment on function pgsched._raise_not_current is
-  'Explains why no row had an id and a token: TS400 for a null, 40001 where the caller''s snapshot '
-  'is too old to tell, TS404 for an unknown task, else TS409.';
+  'Explains why no row had an id and a token: TS400 for a null, TS409 for a claim that is over, '
+  'else as _status.';
 
 revoke all on function pgsched._raise_not_current from public;

@@ -33,7 +33,9 @@ begin
            clock_timestamp(), p_result
       from ended as e
      where not exists (
-           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+           select
+             from pgsched.queues as q
+            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
   select exists (select from ended) into v_completed;
   if v_completed then
     return true;

@@ -47,7 +47,9 @@ begin
       from ended as e
       join given as g on g.id = e.id and g.claim_token = e.claim_token and g.repetition = 1
      where not exists (
-           select from pgsched.queues as q where q.name = e.queue and q.keep_completed = '0'))
+           select
+             from pgsched.queues as q
+            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
   select g.id,
          case
            when e.id is not null and g.repetition = 1 then 'completed'

@@ -123,7 +123,7 @@ as $$
            when f.key is null then
              array['not an object', 'Give the arguments of enqueue_task, without p_.']
            when f.expected is null then
-             array[quote_ident(f.key) || ' is not a field of a task',
+             array[quote_ident(left(f.key, 80)) || ' is not a field of a task',
                    'Give the arguments of enqueue_task, without p_.']
            else
              array[f.key || ' is not ' || f.expected || ': ' || left(f.value::text, 80),

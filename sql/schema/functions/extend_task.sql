@@ -12,15 +12,20 @@ declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
   v_lease_expires_at timestamptz;
 begin
+  -- The row first, which may have to wait, and then the clock.
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.claim_token = p_claim_token
+      for no key update;
+  if not found then
+    perform pgsched._raise_not_current(p_id, p_claim_token);
+  end if;
+
   update pgsched.scheduled_tasks as t
      set lease_expires_at =
            greatest(t.lease_expires_at,
                     clock_timestamp() + v_lease_seconds * interval '1 second')
-   where t.id = p_id and t.claim_token = p_claim_token
+   where t.id = p_id
   returning t.lease_expires_at into v_lease_expires_at;
-  if not found then
-    perform pgsched._raise_not_current(p_id, p_claim_token);
-  end if;
   return v_lease_expires_at;
 end;
 $$;

@@ -38,10 +38,11 @@ begin
               order by f.status, f.queue
               limit 1) as n)
     select k.status, k.queue,
-           v_now - case
-                     when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
-                     else coalesce(q.keep_failed, '30 days')
-                   end as finished_before
+           v_now - interval '1 second' * date_part(
+             'epoch',
+             case when k.status = 'completed' then coalesce(q.keep_completed, '1 day')
+                  else coalesce(q.keep_failed, '30 days')
+             end) as finished_before
       from kinds as k
       left join pgsched.queues as q on q.name = k.queue
      order by random()

@@ -7,10 +7,10 @@ create function pgsched.register_listener(p_worker_id bigint, p_queues text[])
 as $$
 begin
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
-  if p_queues is null then
+  if p_queues is null or array_ndims(p_queues) > 1 then
     raise exception using
       errcode = 'TS400',
-      message = 'p_queues must not be null',
+      message = 'p_queues is not a list of queues',
       hint = 'Give the queues that the worker listens for, an empty array for none.';
   end if;
   perform from pgsched.workers as w where w.id = p_worker_id for key share;

@@ -20,8 +20,13 @@ begin
   -- A killed worker cannot sign off: nobody waits for its NOTIFY after 5 minutes, and nobody needs
   -- its row after a day.
   delete from pgsched.listeners as l
-   using pgsched.workers as w
-   where w.id = l.worker_id and w.seen_at < v_now - interval '5 minutes';
+   where (l.queue, l.worker_id) in (
+         select o.queue, o.worker_id
+           from pgsched.listeners as o
+           join pgsched.workers as w on w.id = o.worker_id
+          where w.seen_at < v_now - interval '5 minutes'
+          order by o.queue, o.worker_id
+            for update of o skip locked);
   delete from pgsched.workers as w
    where w.id in (
          select o.id

@@ -16,15 +16,18 @@ begin
     raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
 
-  -- The id of this transaction first, then the clock: a queued row is never older than its writer.
-  perform pg_current_xact_id();
-  update pgsched.scheduled_tasks as t
-     set run_at = greatest(p_run_at, clock_timestamp()),
-         priority = coalesce(p_priority, t.priority)
-   where t.id = p_id and t.status = 'queued';
+  -- The row first, which may have to wait and gives this transaction its id; then the clock.
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.status = 'queued'
+      for no key update;
   if not found then
     perform pgsched._raise_wrong_state(p_id, 'Only a queued task can be rescheduled.');
   end if;
+
+  update pgsched.scheduled_tasks as t
+     set run_at = greatest(p_run_at, clock_timestamp()),
+         priority = coalesce(p_priority, t.priority)
+   where t.id = p_id;
 end;
 $$;
 
