@@ -44,8 +44,8 @@ class Task:
     """A claimed task, as a handler gets it.
 
     ``attempt`` counts this one. ``run_at`` and ``created_at`` are times of the server's clock, in
-    UTC. ``cancelled`` is set when a cancel was requested or the claim was lost: stop. After a lost
-    claim nothing counts any more; after a request only a completion does.
+    UTC. ``cancelled`` is set when a cancel was requested, the claim was lost or the time is over:
+    stop. After a request only a completion counts, after the others nothing does.
     """
 
     id: int

@@ -127,6 +127,11 @@ class Executor:
         self._ending: asyncio.Task[None] | None = None
         self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
 
+    @property
+    def out_of_connections(self) -> bool:
+        """Whether a handler that takes one would have to wait."""
+        return self._in_transaction >= self._transactions.limit
+
     def start(self, claim: Claim) -> None:
         """Run the handler of a claim, whose type has one, now or when it is its turn."""
         with self._lock:
@@ -167,9 +172,7 @@ class Executor:
     def _enter(self, claim: Claim) -> bool:
         """Whether the handler may begin now; it counts as running then."""
         takes_connection = self._handlers[claim.task_type].takes_connection
-        if self.running >= self._concurrency or (
-            takes_connection and self._in_transaction >= self._transactions.limit
-        ):
+        if self.running >= self._concurrency or (takes_connection and self.out_of_connections):
             return False
         self.running += 1
         self._in_transaction += takes_connection
@@ -350,7 +353,8 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
                 delay = error.delay if isinstance(error.delay, timedelta) else None
         if isinstance(error, Snooze) and delay is not None:
             return Outcome(claim, "released", delay=delay)
-        _log_failure(claim, error)
+        if not (claim.cancelled.is_set() and isinstance(error, asyncio.CancelledError)):
+            _log_failure(claim, error)
         if isinstance(error, Retry):
             return Outcome(claim, "failed", error=error_text(error), delay=delay)
         return Outcome(claim, "failed", error=error_text(error), permanent=isinstance(error, Fail))

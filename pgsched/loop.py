@@ -126,7 +126,8 @@ class Loop:
         self._announced: bool | None = None
         self._idle, self._idle_changed_at = False, now
         self._served_turn = 0.0
-        self._shares = {queue: Share(weight, now) for queue, weight in settings.weights().items()}
+        weights = settings.queues if isinstance(settings.queues, Mapping) else {}
+        self._shares = {queue: Share(weights.get(queue, 1), now) for queue in settings.queues}
         self._extension = Step(self._extend, lambda: bool(self._held), now + settings.lease / 3)
         self._claiming = Step(self._claim, lambda: self._free() > 0 and not self._stopping, now)
         # The most urgent first.
@@ -163,7 +164,7 @@ class Loop:
                     deadline = time.monotonic() + self._settings.grace
                     log.info("stopping: worker=%s running=%d", self._name, self.running)
                     self._withdraw()
-                if not self._held or time.monotonic() >= deadline:
+                if not (self._held or self.running) or time.monotonic() >= deadline:
                     break
             try:
                 if connection is None:
@@ -186,7 +187,8 @@ class Loop:
                     connection.close()
                     connection = None
             if deadline is not None:
-                wait = min(wait, deadline - time.monotonic()) if self._held else 0.0
+                left = deadline - time.monotonic()
+                wait = min(wait, left) if self._held or self.running else 0.0
             elif self._drain and not self._held and self._all_empty():
                 self._stopping, wait = True, 0.0
         if self._held:
@@ -254,7 +256,9 @@ class Loop:
         if waiting > prefetch // 2:
             return 0  # later, and then more at once
         used = self.running + waiting + len(self._unreported)
-        return self._settings.concurrency + prefetch - used
+        free = self._settings.concurrency + prefetch - used
+        # What is claimed then may have to wait although there are slots.
+        return min(free, max(1, prefetch)) if self._executor.out_of_connections else free
 
     def _receive(self, wait: float) -> None:
         """Sleep so long [s], less when a message comes; take over all that are there."""

@@ -1,6 +1,7 @@
 """Handlers that take a connection: their own writes and the completion are one transaction."""
 
 import contextlib
+import select
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID
@@ -50,12 +51,13 @@ class Transactions:
         the commit came through.
         """
         connection = None
-        begun = False
+        begun, reusable = False, True
         try:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
+            connection = self._idle_one()
+            if connection is None:
                 connection = calls.connect(self._dsn, application_name=f"pgsched {self._name}")
+                # What cleans a connection would reach some other session then.
+                reusable = not calls.is_pooled(connection)
             self.held.add(claim.token)
             with all_or_nothing(connection):
                 calls.hold_task(connection, claim)
@@ -70,10 +72,22 @@ class Transactions:
             raise NotBegun from error
         finally:
             if connection is not None:
-                if _clean(connection) and not self._closed:
+                if reusable and _clean(connection) and not self._closed:
                     self._idle.append(connection)
                 else:
                     connection.close()
+
+    def _idle_one(self) -> Connection | None:
+        """An idle connection that nothing came over meanwhile, such as word of its end."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                ear = select.poll()
+                ear.register(connection, select.POLLIN)
+                if not ear.poll(0):
+                    return connection
+                connection.close()
+        return None
 
     def close(self) -> None:
         """Close what is idle now, and the others when they are."""
@@ -85,11 +99,12 @@ class Transactions:
 
 def _clean(connection: Connection) -> bool:
     """Make the connection what a new one would be; whether that, whatever was done to it, went."""
+    if connection.prepare_threshold is not None:
+        return False  # psycopg would go on using prepared statements that are discarded here
     try:
         connection.rollback()
         connection.autocommit = True
         connection.isolation_level = connection.read_only = connection.deferrable = None
-        connection.prepare_threshold = None
         connection.row_factory = tuple_row
         connection.cursor_factory = psycopg.Cursor
         connection.execute("discard all")

@@ -112,10 +112,6 @@ class Worker:
             if not valid:
                 raise InvalidArgument(message)
 
-    def weights(self) -> Mapping[str, int]:
-        """The queues, each with its weight."""
-        return self.queues if isinstance(self.queues, Mapping) else dict.fromkeys(self.queues, 1)
-
     def task(self, task_type: str, *, timeout: float | None = None) -> Callable[[F], F]:
         """Decorator for the function or coroutine function that handles tasks of a type.
 
@@ -155,7 +151,7 @@ class Worker:
     def run(self, *, drain: bool = False) -> int:
         """Work until stop() or, in the main thread, SIGTERM or SIGINT; a second signal ends it now.
 
-        With ``drain``, also until no task is due and none runs.
+        With ``drain``, also until no task is due and none is held.
 
         Returns how many handlers still run: none, unless the grace was over or a second signal
         came. Their tasks are left to their leases. Never ends because the database is away: it
@@ -212,7 +208,7 @@ class Worker:
         lease = timedelta(seconds=self.lease)
         ended: list[Ended] = []
         while limit is None or len(ended) < limit:
-            for queue in self.weights():
+            for queue in self.queues:
                 with plain(conn), translated():
                     claims = claim_task(conn, "run_due", queue, lease, 1)
                 if claims:

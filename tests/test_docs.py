@@ -228,6 +228,23 @@ def test_every_argument_is_documented_and_the_reverse(
     assert documented == {parameter.name: parameter.default for parameter in parameters}
 
 
+def test_every_method_of_a_worker_is_documented_and_the_reverse() -> None:
+    rows = table(section(REFERENCE, "Worker"), "Method")
+    there = [
+        f"{name}{call(function)}"
+        for name, function in vars(pgsched.Worker).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    ]
+    assert sorted(codes(rows, "Method")) == sorted(there)
+
+
+def call(method: Callable[..., Any]) -> str:
+    """How the method is called: its parameters but the first, without their types."""
+    signature = inspect.signature(method)
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return str(inspect.Signature(parameters[1:]))
+
+
 def test_every_field_of_a_task_is_documented_and_the_reverse() -> None:
     rows = table(section(REFERENCE, "Task"), "Field")
     assert codes(rows, "Field") == [field.name for field in fields(pgsched.Task)]
@@ -342,8 +359,7 @@ def test_python_does_its_tasks_and_ends(
     """Run as a program on a database `app`; SIGTERM when it has worked off what it enqueued."""
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
         dsn = server.create_database("app", template=template)
-        for name, value in conninfo_to_dict(server.dsn()).items():
-            monkeypatch.setenv({"dbname": "PGDATABASE"}.get(name, f"PG{name.upper()}"), str(value))
+        let_libpq_find(server, monkeypatch)
         program = tmp_path / "app.py"
         program.write_text(block)
         process = subprocess.Popen([sys.executable, "-W", "error", program])
@@ -360,6 +376,11 @@ def test_python_does_its_tasks_and_ends(
             admin.execute("drop database app with (force)")
 
 
+def let_libpq_find(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in conninfo_to_dict(server.dsn()).items():
+        monkeypatch.setenv({"dbname": "PGDATABASE"}.get(name, f"PG{name.upper()}"), str(value))
+
+
 def worked_off(conn: psycopg.Connection) -> bool:
     """Whether there were tasks and none is live."""
     [(done,)] = conn.execute(
@@ -368,6 +389,37 @@ def worked_off(conn: psycopg.Connection) -> bool:
     )
     assert isinstance(done, bool)
     return done
+
+
+TESTS = [
+    pytest.param(path, block, id=str(path.relative_to(ROOT)))
+    for path in DOCUMENTS
+    for block in fenced(path, r"python test_app\.py")
+]
+
+
+@pytest.mark.parametrize(("path", "block"), TESTS)
+def test_the_tests_that_are_shown_pass_and_leave_nothing(
+    path: Path,
+    block: str,
+    server: Server,
+    template: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are about the program that the document shows, and use a database `app_test`."""
+    dsn = server.create_database("app_test", template=template)
+    let_libpq_find(server, monkeypatch)
+    [program] = fenced(path, "python")
+    (tmp_path / "app.py").write_text(program)
+    (tmp_path / "test_app.py").write_text(block)
+    pytest_here = [sys.executable, "-W", "error", "-m", "pytest", "-p", "no:cacheprovider"]
+    done = subprocess.run(pytest_here, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    with psycopg.connect(dsn) as conn:
+        assert conn.execute("select id from pgsched.tasks").fetchall() == []
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        admin.execute("drop database app_test with (force)")
 
 
 @every_document

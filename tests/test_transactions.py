@@ -4,12 +4,11 @@ import contextlib
 import shutil
 import socket
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Thread
 from typing import Any
 
 import psycopg
@@ -21,7 +20,8 @@ from workers import (
     PATIENCE,
     REAP,
     count,
-    end_sessions,
+    gated,
+    make_effects,
     quick,
     row,
     running,
@@ -31,9 +31,11 @@ from workers import (
     wait_for_delay,
     wait_for_extension,
     wait_until,
+    write,
+    written,
 )
 
-from pgsched import Fail, InvalidArgument, Retry, Snooze, Task, Worker, calls, enqueue, loop
+from pgsched import Fail, InvalidArgument, Retry, Snooze, Task, Worker, calls, enqueue
 from pgsched.embedded import Server
 
 Connection = psycopg.Connection[Any]
@@ -42,19 +44,7 @@ Connect = Callable[..., psycopg.Connection]
 
 @pytest.fixture(autouse=True)
 def effects(conn: psycopg.Connection) -> None:
-    """A table of the application's, which its handlers write to; failed attempts come at once."""
-    conn.execute("create table public.effects (task_id bigint)")
-    conn.execute("select pgsched.configure_queue('default', p_retry_delay => '0')")
-
-
-def write(task: Task, conn: Connection) -> None:
-    """The application's own work."""
-    conn.execute("insert into public.effects values (%s)", [task.id])
-
-
-def written(conn: psycopg.Connection) -> list[int]:
-    """What the table holds."""
-    return [task_id for (task_id,) in conn.execute("select task_id from public.effects order by 1")]
+    make_effects(conn)
 
 
 # One transaction
@@ -149,34 +139,40 @@ def test_a_failed_attempt_is_made_up_for(dsn: str, conn: psycopg.Connection) -> 
 
 
 class Proxy:
-    """A socket to the server that cuts a session at its commit; ``cut`` says when, once."""
+    """A socket to the server that cuts one session when it commits, before or after that."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, cut: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))
-        self.cut: str | None = None
+        self.cuts = [cut]
         self._server = str(server.folder / ".s.PGSQL.5432")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(self.folder / ".s.PGSQL.5432"))
         self._socket.listen()
+        self._threads: list[Thread] = []
         self._spawn(self._accept)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Proxy":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        for thread in self._threads:
+            thread.join(PATIENCE)
         shutil.rmtree(self.folder)
 
     def _spawn(self, target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
+        self._threads.append(Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._socket:
             while True:
                 client = self._socket.accept()[0]
                 server = socket.socket(socket.AF_UNIX)
                 server.connect(self._server)
-                committed = Event()
-                self._spawn(self._pass, client, server, committed, self._request)
-                self._spawn(self._pass, server, client, committed, self._answer)
+                cutting = Event()
+                self._spawn(self._pass, client, server, cutting, self._request)
+                self._spawn(self._pass, server, client, cutting, self._answer)
 
     def _pass(
         self,
@@ -185,30 +181,23 @@ class Proxy:
         cutting: Event,
         goes_on: Callable[[bytes, Event], bool],
     ) -> None:
-        with contextlib.suppress(OSError):
-            while (data := source.recv(65536)) and goes_on(data, cutting):
-                target.sendall(data)
-        for end in (source, target):
+        with source:
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                while (data := source.recv(65536)) and goes_on(data, cutting):
+                    target.sendall(data)
+            for end in (source, target):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
     def _request(self, data: bytes, cutting: Event) -> bool:
-        if b"COMMIT" in data and self.cut is not None:
-            when, self.cut = self.cut, None
-            if when == "before":
+        if b"COMMIT" in data and self.cuts:
+            if self.cuts.pop() == "before":
                 return False
             cutting.set()
         return True
 
     def _answer(self, data: bytes, cutting: Event) -> bool:
         return not cutting.is_set()
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    proxy = Proxy(server)
-    yield proxy
-    proxy.close()
 
 
 @pytest.mark.parametrize(
@@ -220,31 +209,30 @@ def test_the_effect_comes_once_although_the_connection_is_cut_at_the_commit(
     server: Server,
     dsn: str,
     conn: psycopg.Connection,
-    proxy: Proxy,
     caplog: pytest.LogCaptureFixture,
     cut: str,
     keep: str,
     attempts: int,
 ) -> None:
     conn.execute("select pgsched.configure_queue('default', p_keep_completed => %s)", [keep])
-    worker = quick(dsn.replace(str(server.folder), str(proxy.folder)))
     runs: Counter[int] = Counter()
 
-    @worker.task("write")
     def handler(task: Task, conn: Connection) -> str:
         runs[task.id] += 1
         write(task, conn)
         return "well"
 
-    proxy.cut = cut
     task_id = enqueue(conn, "write")
-    with running(worker):
-        wait_until(lambda: written(conn))
-        if cut == "after":
-            wait_until(lambda: f"claim lost: task={task_id} attempt=1" in caplog.messages)
-        following = enqueue(conn, "write")
-        wait_until(lambda: len(written(conn)) == 2)
-    assert proxy.cut is None
+    with Proxy(server, cut) as proxy:
+        worker = quick(dsn.replace(str(server.folder), str(proxy.folder)))
+        worker.task("write")(handler)
+        with running(worker):
+            wait_until(lambda: written(conn))
+            if cut == "after":
+                wait_until(lambda: f"claim lost: task={task_id} attempt=1" in caplog.messages)
+            following = enqueue(conn, "write")
+            wait_until(lambda: len(written(conn)) == 2)
+    assert proxy.cuts == []
     assert written(conn) == [task_id, following]
     assert runs == {task_id: attempts, following: 1}
     assert count(conn, "queued") + count(conn, "processing") == 0
@@ -396,6 +384,12 @@ def prepare(conn: Connection) -> None:
         conn.execute("select current_user")
 
 
+def leave_open(conn: Connection) -> None:
+    block = conn.transaction()
+    block.__enter__()
+    vars(conn)["left open"] = block
+
+
 def execute(statement: str) -> Callable[[Connection], object]:
     return lambda conn: conn.execute(statement.encode())
 
@@ -420,7 +414,7 @@ MESSES: dict[str, tuple[Callable[[Connection], object], str | None]] = {
     "a commit by SQL": (execute("commit"), None),
     "a rollback by SQL": (execute("rollback"), None),
     "no more connection": (lambda conn: conn.close(), "OperationalError"),
-    "an open savepoint": (lambda conn: conn.transaction().__enter__(), "OutOfOrder"),
+    "an open savepoint": (leave_open, "OutOfOrderTransactionNesting"),
     "odd rows": (make_odd, None),
     "prepared statements": (prepare, None),
     "no autocommit": (change("autocommit", False), "ProgrammingError"),
@@ -446,7 +440,7 @@ def test_the_next_handler_gets_a_clean_connection(
     @worker.task("look")
     def look(task: Task, conn: Connection) -> list[str]:
         prepare(conn)
-        found = conn.execute(
+        [found] = conn.execute(
             """
             select session_user, current_user, current_setting('statement_timeout'),
                    current_setting('search_path'), current_setting('transaction_isolation'),
@@ -455,7 +449,7 @@ def test_the_next_handler_gets_a_clean_connection(
                    (select count(*) from pg_locks where pid = pg_backend_pid()
                      and locktype = 'advisory')
             """
-        ).fetchone()
+        )
         return [*map(str, found), str(conn.autocommit), str(conn.info.transaction_status.name)]
 
     conn.execute("drop role if exists mess")
@@ -471,204 +465,6 @@ def test_the_next_handler_gets_a_clean_connection(
             assert (ended.last_error or "").startswith(error or "")
             assert ended.status == ("failed" if error else "completed")
     conn.execute("drop role mess")
-
-
-# How many at once
-
-
-def test_no_more_run_at_once_than_there_are_connections(dsn: str, conn: psycopg.Connection) -> None:
-    worker = quick(dsn, concurrency=6, connections=2)
-    now = most = 0
-    lock = Lock()
-
-    @worker.task("write")
-    def handler(task: Task, conn: Connection) -> None:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        write(task, conn)
-        conn.execute("select pg_sleep(0.02)")
-        with lock:
-            now -= 1
-
-    ids = [enqueue(conn, "write") for _ in range(30)]
-    connections: set[int] = set()
-
-    def look() -> bool:
-        connections.update(set(sessions(conn)) - set(sessions(conn, LISTENERS)))
-        return count(conn, "completed") == len(ids)
-
-    with running(worker):
-        wait_until(look)
-    assert most == 2
-    assert len(connections) <= 1 + 2
-    assert written(conn) == ids
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers give back nothing because it has to wait."""
-    monkeypatch.setattr(loop, "UNSTARTED_SECONDS", 600)
-
-
-def gated(worker: Worker) -> tuple[Event, Event]:
-    """Let tasks `wait` keep their connection; returns what says that one runs, and what ends it."""
-    begun, gate = Event(), Event()
-
-    @worker.task("wait")
-    def wait(task: Task, conn: Connection) -> None:
-        write(task, conn)
-        begun.set()
-        gate.wait(PATIENCE)
-
-    return begun, gate
-
-
-def test_what_waits_for_a_connection_takes_no_slot(dsn: str, conn: psycopg.Connection) -> None:
-    worker = quick(dsn, concurrency=4, connections=1)
-    begun, gate = gated(worker)
-    worker.task("noop")(lambda task: None)
-    with conn.transaction():
-        waiting = [enqueue(conn, "wait") for _ in range(3)]
-        plain = enqueue(conn, "noop")
-    with running(worker):
-        wait_for(conn, plain, "completed")
-        for _ in range(5):
-            wait_for(conn, enqueue(conn, "noop"), "completed")
-        assert begun.is_set()
-        assert written(conn) == []
-        gate.set()
-        for task_id in waiting:
-            assert wait_for(conn, task_id, "completed").attempt == 1
-    assert written(conn) == waiting
-
-
-def test_what_waits_long_for_a_connection_is_done_elsewhere(
-    dsn: str, conn: psycopg.Connection
-) -> None:
-    first = quick(dsn, concurrency=4, connections=1)
-    begun, gate = gated(first)
-    held = enqueue(conn, "wait")
-    with running(first):
-        assert begun.wait(PATIENCE)
-        others = [enqueue(conn, "wait") for _ in range(3)]
-        wait_until(lambda: count(conn, "processing") > 1)
-        second = quick(dsn)
-        second.task("wait")(write)
-        with running(second):
-            for task_id in others:
-                assert wait_for(conn, task_id, "completed").attempt == 1
-        assert written(conn) == others
-        gate.set()
-        wait_for(conn, held, "completed")
-
-
-def test_what_waits_for_a_connection_keeps_its_lease_and_its_time(
-    dsn: str, conn: psycopg.Connection, reaping_often: None, patient: None
-) -> None:
-    worker = quick(dsn, concurrency=2, connections=1, lease=1)
-    begun, gate = gated(worker)
-    worker.task("write", timeout=1)(write)
-    held = enqueue(conn, "wait")
-    with running(worker):
-        assert begun.wait(PATIENCE)
-        waiting = enqueue(conn, "write")
-        wait_for(conn, waiting, "processing")
-        for _ in range(5):
-            wait_for_extension(conn, waiting)
-            assert conn.execute(REAP).fetchall() == []
-        gate.set()
-        for task_id in (held, waiting):
-            done = wait_for(conn, task_id, "completed")
-            assert (done.attempt, done.last_error) == (1, None)
-
-
-def test_what_waits_for_a_connection_when_the_worker_stops_is_given_back(
-    dsn: str, conn: psycopg.Connection, patient: None
-) -> None:
-    worker = quick(dsn, concurrency=3, connections=1)
-    begun, gate = gated(worker)
-    held = enqueue(conn, "wait")
-    with running(worker):
-        assert begun.wait(PATIENCE)
-        others = [enqueue(conn, "wait") for _ in range(2)]
-        wait_until(lambda: count(conn, "processing") == 3)
-        worker.stop()
-        wait_until(lambda: count(conn, "queued") == 2)
-        gate.set()
-    assert row(conn, held)[:2] == ("completed", 1)
-    assert [row(conn, task_id)[:2] for task_id in others] == 2 * [("queued", 0)]
-
-
-def test_its_connections_end_with_the_worker(dsn: str, conn: psycopg.Connection) -> None:
-    worker = quick(dsn, connections=2, grace=0)
-    begun, gate = gated(worker)
-    worker.task("write")(write)
-    with running(worker):
-        wait_for(conn, enqueue(conn, "write"), "completed")
-        enqueue(conn, "wait")
-        assert begun.wait(PATIENCE)
-    # What still runs keeps its own until it ends.
-    assert len(sessions(conn)) == 1
-    gate.set()
-    wait_until(lambda: not sessions(conn))
-
-
-# When no transaction can be had
-
-
-def test_a_handler_that_no_connection_can_be_had_for_has_not_failed(
-    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = quick(dsn)
-    worker.task("write")(write)
-    worker.task("noop")(lambda task: None)
-    connect = calls.connect
-    away = Event()
-
-    def fragile(dsn: str, **options: Any) -> calls.Connection:
-        if away.is_set():
-            raise psycopg.OperationalError("no more connections")
-        return connect(dsn, **options)
-
-    monkeypatch.setattr(calls, "connect", fragile)
-    with running(worker):
-        wait_for(conn, enqueue(conn, "noop"), "completed")
-        away.set()
-        task_id = enqueue(conn, "write", max_attempts=1)
-        wait_until(lambda: row(conn, task_id).due_in > timedelta(seconds=0.2))
-        left = row(conn, task_id)
-        assert (left.status, left.attempt, left.last_error) == ("queued", 0, None)
-        away.clear()
-        assert wait_for(conn, task_id, "completed").attempt == 1
-
-
-def test_a_handler_whose_session_had_ended_before_it_began_has_not_failed(
-    dsn: str, conn: psycopg.Connection
-) -> None:
-    worker = quick(dsn)
-    worker.task("write")(write)
-    with running(worker):
-        wait_for(conn, enqueue(conn, "write"), "completed")
-        assert end_sessions(conn) == 3
-        done = wait_for(conn, enqueue(conn, "write", max_attempts=1), "completed", "failed")
-    assert (done.status, done.attempt, done.last_error) == ("completed", 1, None)
-
-
-def test_a_handler_whose_task_may_not_be_held_has_not_failed(
-    dsn: str, conn: psycopg.Connection, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = quick(dsn)
-    worker.task("write")(write)
-    conn.execute("alter function pgsched.hold_task rename to gone")
-    task_id = enqueue(conn, "write", max_attempts=1)
-    with running(worker):
-        wait_until(lambda: row(conn, task_id).due_in > timedelta(seconds=0.2))
-        assert row(conn, task_id)[:3] == ("queued", 0, None)
-        assert f"no transaction: task={task_id}" in caplog.text
-        conn.execute("alter function pgsched.gone rename to hold_task")
-        assert wait_for(conn, task_id, "completed").attempt == 1
 
 
 # Cancelling, and time limits

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import psycopg
 
-from pgsched import Worker
+from pgsched import Task, Worker
 from pgsched.embedded import Server
 
 SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
@@ -166,6 +166,36 @@ def run_to_end(worker: Worker) -> None:
             ended.result(PATIENCE)
         finally:
             worker.stop()
+
+
+def make_effects(conn: psycopg.Connection) -> None:
+    """A table of the application's, which its handlers write to; failed attempts come at once."""
+    conn.execute("create table public.effects (task_id bigint)")
+    conn.execute("select pgsched.configure_queue('default', p_retry_delay => '0')")
+
+
+def write(task: Task, conn: psycopg.Connection[Any]) -> None:
+    """The application's own work."""
+    conn.execute("insert into public.effects values (%s)", [task.id])
+
+
+def written(conn: psycopg.Connection[Any]) -> list[int]:
+    """What the table holds."""
+    rows = psycopg.Cursor(conn).execute("select task_id from public.effects order by 1")
+    return [task_id for (task_id,) in rows]
+
+
+def gated(worker: Worker) -> tuple[Event, Event]:
+    """Let tasks `wait` keep their connection; returns what says that one runs, and what ends it."""
+    begun, gate = Event(), Event()
+
+    @worker.task("wait")
+    def wait(task: Task, conn: psycopg.Connection[Any]) -> None:
+        write(task, conn)
+        begun.set()
+        gate.wait(PATIENCE)
+
+    return begun, gate
 
 
 class WorkerProcess:
