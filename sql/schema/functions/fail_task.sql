@@ -12,8 +12,7 @@ create function pgsched.fail_task(
 as $$
 #variable_conflict use_column
 declare
-  v_retry_seconds double precision := 
-    pgsched._delay_seconds('p_retry_in', p_retry_in);
+  v_retry_seconds double precision := pgsched._delay_seconds('p_retry_in', p_retry_in);
 begin
   if p_permanent is null then
     raise exception using

@@ -47,7 +47,7 @@ begin
   select g.id,
          case
            when e.position is not null then e.status
-           when t.claim_token = g.claim_token and g.repetition = 1 then 'busy'
+           when t.claim_token = g.claim_token and g.id <> all (v_locked) then 'busy'
            when t.id is not null or f.id is not null then 'stale'
            else 'gone'
          end
