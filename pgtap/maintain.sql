@@ -28,7 +28,7 @@ select is(pg_temp.result_of('pgsched.maintain'), 'TABLE(step text, affected bigi
   select skip('tasks of others are stale');
 \else
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('reap_stale', 0::bigint), ('prune_finished', 0)$$,
+                    $$values ('prune_finished', 0::bigint), ('reap_stale', 0)$$,
                     'each step is done and finds nothing');
 \endif
 
@@ -52,7 +52,7 @@ create temporary table others as
 select * from pgsched.tasks
  where queue = 'pgtap others' or id = (select id from stale where kind = 'one too many');
 select results_eq('select * from pgsched.maintain()',
-                  $$values ('reap_stale', 1000::bigint), ('prune_finished', 6)$$,
+                  $$values ('prune_finished', 6::bigint), ('reap_stale', 1000)$$,
                   'stale tasks are reaped, then finished ones deleted, and both are counted');
 select results_eq(
   $$select kind, coalesce(t.status, 'deleted'), count(*)
@@ -75,10 +75,10 @@ select * from pgsched.tasks where queue = 'pgtap maintain' and status = 'queued'
   select skip('tasks of others are stale', 3);
 \else
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('reap_stale', 1::bigint), ('prune_finished', 0)$$,
+                    $$values ('prune_finished', 0::bigint), ('reap_stale', 1)$$,
                     'the next call does the rest');
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('reap_stale', 0::bigint), ('prune_finished', 0)$$,
+                    $$values ('prune_finished', 0::bigint), ('reap_stale', 0)$$,
                     'and another finds nothing to do');
   select results_eq(
     'select * from pgsched.tasks where id in (select id from before) order by id',
@@ -137,14 +137,14 @@ exception
 end;
 $$;
 
-select is(pg_temp.maintain_when('none', ''), 'reap_stale: 2, prune_finished: 7, done: reap prune',
+select is(pg_temp.maintain_when('none', ''), 'prune_finished: 7, reap_stale: 2, done: prune reap',
           'each step runs once, one after the other');
 select is(pg_temp.maintain_when('reap_stale', condition),
-          'reap_stale: , prune_finished: 7, done: prune',
+          'prune_finished: 7, reap_stale: , done: prune',
           format('reap_stale that ends with %s undoes only itself', condition))
   from unnest(array['55P03', '40P01', '40001', '53200']) as condition;
 select is(pg_temp.maintain_when('prune_finished', condition),
-          'reap_stale: 2, prune_finished: , done: reap',
+          'prune_finished: , reap_stale: 2, done: reap',
           format('prune_finished that ends with %s undoes only itself', condition))
   from unnest(array['55P03', '40P01', '40001', '53200']) as condition;
 select is(pg_temp.maintain_when(failing, condition), condition,
@@ -157,7 +157,7 @@ select pg_temp.maintain_when('none', '') \g /dev/null
 select pg_temp.may_call(
   'pgsched.maintain',
   $$select string_agg(step || ' ' || affected, ', ') from pgsched.maintain()$$,
-  'reap_stale 2, prune_finished 7');
+  'prune_finished 7, reap_stale 2');
 
 select * from finish();
 rollback;

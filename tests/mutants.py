@@ -29,17 +29,37 @@ CLAIM_WITH_TRY_LOCK_IN_UPDATE = Mutant(
 CLAIM_WITH_CUT_KEY = Mutant("claim_task", "% 2147483647)", "& 2147483647)")
 CLAIM_BY_TRANSACTION_TIME = Mutant("claim_task", "v_now := clock_timestamp()", "v_now := now()")
 COMPLETE_WITHOUT_TOKEN = Mutant("complete_task", "and t.claim_token = p_claim_token", "")
+BATCH_COMPLETION_WITHOUT_TOKEN = Mutant("complete_tasks", "and g.claim_token = t.claim_token)", ")")
 FAILURE_WITHOUT_TOKEN = Mutant("_lock_claim", "and t.claim_token = p_claim_token", "")
 BATCH_COMPLETION_THAT_WAITS = Mutant("complete_tasks", "for update of t skip locked", "for update")
 BATCH_COMPLETION_IN_REVERSE = Mutant(
     "complete_tasks", "t.id\n       for update of t skip locked", "t.id desc for update of t"
 )
+EXTENSION_WITHOUT_TOKEN = Mutant("extend_task", "and t.claim_token = p_claim_token", "")
+BATCH_EXTENSION_WITHOUT_TOKEN = Mutant("extend_tasks", "and g.claim_token = t.claim_token)", ")")
 BATCH_EXTENSION_THAT_WAITS = Mutant("extend_tasks", "for no key update of t skip locked", "")
+HOLD_WITHOUT_LOCK = Mutant("hold_task", "p_id := pgsched._lock_task(p_id);", "")
+HOLD_WITHOUT_CHECK = Mutant("hold_task", "and t.claim_token = p_claim_token", "")
+RELEASE_THAT_SLEEPS = Mutant(
+    "release_task",
+    "v_now := clock_timestamp();",
+    "v_now := clock_timestamp(); perform pg_sleep(1);",
+)
 REAP_BY_ID_ONLY = Mutant("reap_stale", "for update of t skip locked", "")
 REAP_WITHOUT_TASK_LOCK = Mutant(
     "reap_stale", "pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)", "true"
 )
 REAP_WITH_TRY_LOCK_IN_CHOICE = Mutant("reap_stale", "offset 0\n", "\n")
+ENQUEUE_IN_INPUT_ORDER = Mutant(
+    "enqueue_tasks", "order by t.queue, t.unique_key, t.ordinal", "order by t.ordinal"
+)
+CANCEL_WITH_TASK_LOCK = Mutant(
+    "cancel_task", "  loop\n", "  p_id := pgsched._lock_task(p_id);\n  loop\n"
+)
+RETRY_OF_ANY_STATUS = Mutant("retry_task", "and f.status in ('failed', 'cancelled')", "")
+RESCHEDULE_OF_ANY_STATUS = Mutant("reschedule_task", "and t.status = 'queued'", "")
+PRUNE_THAT_WAITS = Mutant("prune_finished", "for update skip locked", "for update")
+PRUNE_OF_ANY_AGE = Mutant("prune_finished", "and f.finished_at < v_kind.finished_before", "")
 
 
 def install(conn: psycopg.Connection, mutant: Mutant) -> None:

@@ -21,8 +21,7 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 from mutants import Mutant
-from test_embedded import is_running
-from workers import ask, wait_until
+from workers import ask, is_running, wait_until
 
 from pgsched import Task, enqueue
 from pgsched.embedded import Server

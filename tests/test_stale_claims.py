@@ -6,8 +6,6 @@ A test that is also run against mutants takes nothing but the connection factory
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
-from random import Random
-from threading import Event, Timer
 from typing import Any
 
 import mutants
@@ -35,23 +33,30 @@ def extend(session: psycopg.Connection, held: Claim) -> str:
     return outcome
 
 
+def extend_one(session: psycopg.Connection, held: Claim) -> bool:
+    return oracle.extend_one(session, held) > held.lease_expires_at
+
+
 # What the holder of a claim may call, and the answer when the claim is over.
 REFUSALS: dict[Use, Any] = {
+    oracle.hold: "TS409",
     oracle.complete: "TS409",
     complete_in_batch: "stale",
     oracle.fail: "TS409",
     oracle.release: "TS409",
     extend: "lost",
+    extend_one: "TS409",
 }
-# The same calls: the answer to the holder, then the task's status and attempt.
+# Those that change the task: the answer to the holder, then the task's status and attempt.
 USES: dict[Use, tuple[Any, str, int]] = {
     oracle.complete: (True, "completed", 1),
     complete_in_batch: ("completed", "completed", 1),
     oracle.fail: ("queued", "queued", 1),
     oracle.release: (None, "queued", 0),
     extend: ("extended", "processing", 1),
+    extend_one: (True, "processing", 1),
 }
-WAITING: list[Use] = [oracle.complete, oracle.fail, oracle.release]
+WAITING: list[Use] = [oracle.complete, oracle.fail, oracle.release, extend_one]
 BATCHES: list[Use] = [complete_in_batch, extend]
 
 
@@ -151,7 +156,7 @@ def test_a_task_that_is_gone_is_told_from_a_stale_claim(connect: Connect) -> Non
     oracle.enqueue(conn)
     held = claim_one(conn)._replace(id=404)
     answers = [oracle.outcome(partial(use, conn, held)) for use in REFUSALS]
-    assert answers == ["TS404", "gone", "TS404", "TS404", "lost"]
+    assert answers == ["TS404", "TS404", "gone", "TS404", "TS404", "lost", "TS404"]
     oracle.check(conn)
 
 
@@ -309,76 +314,6 @@ def test_two_reapers_share_the_work(connect: Connect) -> None:
     oracle.check(conn)
 
 
-def mix(connect: Connect, *, seconds: float) -> None:
-    """Everything at once on the same claims, current and stale, shuffled, with short leases."""
-    conn = connect()
-    claims: list[Claim] = []
-    over = Event()
-
-    def repeated(step: Callable[[psycopg.Connection, Random], None], seed: int) -> None:
-        session = connect(options="-c deadlock_timeout=100ms")
-        random = Random(seed)
-        try:
-            while not over.is_set():
-                step(session, random)
-        finally:
-            over.set()
-            session.close()
-
-    def unless_over(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except psycopg.Error as error:
-            if error.sqlstate != "TS409":
-                raise
-
-    def complete_in_one_transaction(session: psycopg.Connection, held: list[Claim]) -> None:
-        with session.transaction():
-            for each in held:
-                oracle.complete(session, each)
-
-    def work(session: psycopg.Connection, random: Random) -> None:
-        oracle.enqueue(session, 10)
-        claims.extend(oracle.claim(session, limit=20, lease="1 second"))
-        recent = claims[-200:]
-        random.shuffle(recent)
-        oracle.extend(session, recent[:40], lease="1 second")
-        for use in WAITING:
-            unless_over(partial(use, session, recent.pop()))
-        in_order = sorted({each.id: each for each in recent[:4]}.values())
-        unless_over(partial(complete_in_one_transaction, session, in_order))
-        oracle.complete_batch(session, recent[-30:])
-
-    def reap(session: psycopg.Connection, random: Random) -> None:
-        oracle.reap(session, limit=random.randint(1, 100))
-        over.wait(0.01)
-
-    oracle.enqueue(conn, 100)
-    end = Timer(seconds, over.set)
-    end.start()
-    try:
-        oracle.together(partial(repeated, work if n < 6 else reap, n) for n in range(8))
-    finally:
-        end.cancel()
-    oracle.check(conn)
-    events = {event for (event,) in conn.execute("select distinct event from oracle.log")}
-    assert events == {"enqueued", "claimed", "completed", "failed", "released", "reaped"}
-    [deadlocks] = conn.execute(
-        "select deadlocks from pg_stat_database where datname = current_database()"
-    )
-    assert deadlocks == (0,)
-
-
-def test_workers_and_reapers_never_deadlock(connect: Connect) -> None:
-    mix(connect, seconds=8)
-
-
-def test_a_deadlock_is_seen(connect: Connect) -> None:
-    mutants.install(connect(), mutants.BATCH_COMPLETION_IN_REVERSE)
-    with pytest.raises(psycopg.errors.DeadlockDetected):
-        mix(connect, seconds=30)
-
-
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
@@ -386,7 +321,11 @@ def test_a_deadlock_is_seen(connect: Connect) -> None:
             (mutant, partial(test_a_claim_that_is_over_changes_nothing, end=end))
             for mutant in (
                 mutants.COMPLETE_WITHOUT_TOKEN,
+                mutants.BATCH_COMPLETION_WITHOUT_TOKEN,
                 mutants.FAILURE_WITHOUT_TOKEN,
+                mutants.EXTENSION_WITHOUT_TOKEN,
+                mutants.BATCH_EXTENSION_WITHOUT_TOKEN,
+                mutants.HOLD_WITHOUT_CHECK,
             )
             for end in (reaped, reaped_and_claimed_again)
         ),

@@ -1,5 +1,6 @@
 """Workers that tests run, in a thread or as a process, and waiting for what they do."""
 
+import os
 import subprocess
 import sys
 import time
@@ -75,6 +76,17 @@ def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> No
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not just waiting to be reaped."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:  # no /proc here
+        return not Path("/proc/self/stat").exists()
 
 
 def wait_for(conn: psycopg.Connection, task_id: int, *statuses: str) -> Row:

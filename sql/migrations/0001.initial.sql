@@ -570,22 +570,20 @@ comment on function pgsched._status is
 
 revoke all on function pgsched._status from public;
 
-create function pgsched._raise_wrong_state(p_id bigint, p_hint text)
+create function pgsched._raise_wrong_state(p_id bigint, p_status text, p_hint text)
   returns void
   language plpgsql
 as $$
-declare
-  v_status text := pgsched._status(p_id);
 begin
   raise exception using
     errcode = 'TS423',
-    message = format('task %s is %s', p_id, v_status),
+    message = format('task %s is %s', p_id, p_status),
     hint = p_hint;
 end;
 $$;
 
 comment on function pgsched._raise_wrong_state is
-  'Explains why no row had an id and a status: TS423, else as _status.';
+  'Raises TS423: the call is not for a task in this status.';
 
 revoke all on function pgsched._raise_wrong_state from public;
 
@@ -1531,8 +1529,7 @@ create function pgsched.fail_task(
 as $$
 #variable_conflict use_column
 declare
-  v_retry_seconds double precision := 
-    pgsched._delay_seconds('p_retry_in', p_retry_in);
+  v_retry_seconds double precision := pgsched._delay_seconds('p_retry_in', p_retry_in);
 begin
   if p_permanent is null then
     raise exception using
@@ -1610,7 +1607,7 @@ begin
   select g.id,
          case
            when e.position is not null then e.status
-           when t.claim_token = g.claim_token and g.repetition = 1 then 'busy'
+           when t.claim_token = g.claim_token and g.id <> all (v_locked) then 'busy'
            when t.id is not null or f.id is not null then 'stale'
            else 'gone'
          end,
@@ -1703,7 +1700,7 @@ begin
   select g.id,
          case
            when e.position is not null then e.status
-           when t.claim_token = g.claim_token and g.repetition = 1 then 'busy'
+           when t.claim_token = g.claim_token and g.id <> all (v_locked) then 'busy'
            when t.id is not null or f.id is not null then 'stale'
            else 'gone'
          end
@@ -1843,13 +1840,21 @@ create function pgsched.retry_task(p_id bigint)
 as $$
 declare
   v_task pgsched.finished_tasks;
+  v_status text;
 begin
-  delete from pgsched.finished_tasks as f
-   where f.id = p_id and f.status in ('failed', 'cancelled')
-  returning f.* into v_task;
-  if not found then
-    perform pgsched._raise_wrong_state(p_id, 'Only a failed or cancelled task can be retried.');
-  end if;
+  loop
+    delete from pgsched.finished_tasks as f
+     where f.id = p_id and f.status in ('failed', 'cancelled')
+    returning f.* into v_task;
+    exit when found;
+
+    -- Failed or cancelled, and yet not found above: it ended again between the two statements.
+    v_status := pgsched._status(p_id);
+    if v_status not in ('failed', 'cancelled') then
+      perform pgsched._raise_wrong_state(
+        p_id, v_status, 'Only a failed or cancelled task can be retried.');
+    end if;
+  end loop;
 
   -- The delete has given this transaction its id: the clock is read after that.
   insert into pgsched.scheduled_tasks (
@@ -1889,6 +1894,7 @@ create function pgsched.reschedule_task(
 as $$
 declare
   v_fault text[] := case when p_priority is not null then pgsched._priority_fault(p_priority) end;
+  v_status text;
 begin
   p_run_at := pgsched._run_at(p_run_at);
   if v_fault is not null then
@@ -1896,12 +1902,19 @@ begin
   end if;
 
   -- The row first, which may have to wait and gives this transaction its id; then the clock.
-  perform from pgsched.scheduled_tasks as t
-    where t.id = p_id and t.status = 'queued'
-      for no key update;
-  if not found then
-    perform pgsched._raise_wrong_state(p_id, 'Only a queued task can be rescheduled.');
-  end if;
+  loop
+    perform from pgsched.scheduled_tasks as t
+      where t.id = p_id and t.status = 'queued'
+        for no key update;
+    exit when found;
+
+    -- Queued, and yet not found above: it came back between the two statements.
+    v_status := pgsched._status(p_id);
+    if v_status <> 'queued' then
+      perform pgsched._raise_wrong_state(
+        p_id, v_status, 'Only a queued task can be rescheduled.');
+    end if;
+  end loop;
 
   update pgsched.scheduled_tasks as t
      set run_at = greatest(p_run_at, clock_timestamp()),
@@ -2158,7 +2171,8 @@ comment on function pgsched.prune_finished is
 revoke all on function pgsched.prune_finished from public;
 
 -- A step that cannot run now undoes no other: each has a block of its own. Statement timeouts and
--- cancels are not among the conditions: who set them wants the call to end.
+-- cancels are not among the conditions: who set them wants the call to end. What takes longest
+-- comes first, so that nothing that a worker may wait for is locked meanwhile.
 create function pgsched.maintain()
   returns table (step text, affected bigint)
   language plpgsql
@@ -2171,7 +2185,7 @@ begin
   if current_setting('transaction_read_only')::boolean then
     perform pgsched._raise_read_only();
   end if;
-  for v_lock, step in values (2, 'reap_stale'), (3, 'prune_finished') loop
+  for v_lock, step in values (3, 'prune_finished'), (2, 'reap_stale') loop
     affected := null;
     begin
       if pg_try_advisory_xact_lock(1338, v_lock) then
@@ -2193,7 +2207,7 @@ end;
 $$;
 
 comment on function pgsched.maintain is
-  'Does every periodic duty once, each bounded: reap_stale, prune_finished. affected: tasks that '
+  'Does every periodic duty once, each bounded: prune_finished, reap_stale. affected: tasks that '
   'the step changed; null: another session is at it, or a warning says why it could not run. Safe '
   'from any number of callers; call it every minute or so.';
 

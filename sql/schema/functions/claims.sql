@@ -124,22 +124,20 @@ comment on function pgsched._status is
 
 revoke all on function pgsched._status from public;
 
-create function pgsched._raise_wrong_state(p_id bigint, p_hint text)
+create function pgsched._raise_wrong_state(p_id bigint, p_status text, p_hint text)
   returns void
   language plpgsql
 as $$
-declare
-  v_status text := pgsched._status(p_id);
 begin
   raise exception using
     errcode = 'TS423',
-    message = format('task %s is %s', p_id, v_status),
+    message = format('task %s is %s', p_id, p_status),
     hint = p_hint;
 end;
 $$;
 
 comment on function pgsched._raise_wrong_state is
-  'Explains why no row had an id and a status: TS423, else as _status.';
+  'Raises TS423: the call is not for a task in this status.';
 
 revoke all on function pgsched._raise_wrong_state from public;
 

@@ -1,5 +1,6 @@
 -- A step that cannot run now undoes no other: each has a block of its own. Statement timeouts and
--- cancels are not among the conditions: who set them wants the call to end.
+-- cancels are not among the conditions: who set them wants the call to end. What takes longest
+-- comes first, so that nothing that a worker may wait for is locked meanwhile.
 create function pgsched.maintain()
   returns table (step text, affected bigint)
   language plpgsql
@@ -12,7 +13,7 @@ begin
   if current_setting('transaction_read_only')::boolean then
     perform pgsched._raise_read_only();
   end if;
-  for v_lock, step in values (2, 'reap_stale'), (3, 'prune_finished') loop
+  for v_lock, step in values (3, 'prune_finished'), (2, 'reap_stale') loop
     affected := null;
     begin
       if pg_try_advisory_xact_lock(1338, v_lock) then
@@ -34,7 +35,7 @@ end;
 $$;
 
 comment on function pgsched.maintain is
-  'Does every periodic duty once, each bounded: reap_stale, prune_finished. affected: tasks that '
+  'Does every periodic duty once, each bounded: prune_finished, reap_stale. affected: tasks that '
   'the step changed; null: another session is at it, or a warning says why it could not run. Safe '
   'from any number of callers; call it every minute or so.';
 

@@ -10,6 +10,7 @@ create function pgsched.reschedule_task(
 as $$
 declare
   v_fault text[] := case when p_priority is not null then pgsched._priority_fault(p_priority) end;
+  v_status text;
 begin
   p_run_at := pgsched._run_at(p_run_at);
   if v_fault is not null then
@@ -17,12 +18,19 @@ begin
   end if;
 
   -- The row first, which may have to wait and gives this transaction its id; then the clock.
-  perform from pgsched.scheduled_tasks as t
-    where t.id = p_id and t.status = 'queued'
-      for no key update;
-  if not found then
-    perform pgsched._raise_wrong_state(p_id, 'Only a queued task can be rescheduled.');
-  end if;
+  loop
+    perform from pgsched.scheduled_tasks as t
+      where t.id = p_id and t.status = 'queued'
+        for no key update;
+    exit when found;
+
+    -- Queued, and yet not found above: it came back between the two statements.
+    v_status := pgsched._status(p_id);
+    if v_status <> 'queued' then
+      perform pgsched._raise_wrong_state(
+        p_id, v_status, 'Only a queued task can be rescheduled.');
+    end if;
+  end loop;
 
   update pgsched.scheduled_tasks as t
      set run_at = greatest(p_run_at, clock_timestamp()),

@@ -7,13 +7,21 @@ create function pgsched.retry_task(p_id bigint)
 as $$
 declare
   v_task pgsched.finished_tasks;
+  v_status text;
 begin
-  delete from pgsched.finished_tasks as f
-   where f.id = p_id and f.status in ('failed', 'cancelled')
-  returning f.* into v_task;
-  if not found then
-    perform pgsched._raise_wrong_state(p_id, 'Only a failed or cancelled task can be retried.');
-  end if;
+  loop
+    delete from pgsched.finished_tasks as f
+     where f.id = p_id and f.status in ('failed', 'cancelled')
+    returning f.* into v_task;
+    exit when found;
+
+    -- Failed or cancelled, and yet not found above: it ended again between the two statements.
+    v_status := pgsched._status(p_id);
+    if v_status not in ('failed', 'cancelled') then
+      perform pgsched._raise_wrong_state(
+        p_id, v_status, 'Only a failed or cancelled task can be retried.');
+    end if;
+  end loop;
 
   -- The delete has given this transaction its id: the clock is read after that.
   insert into pgsched.scheduled_tasks (
