@@ -31,6 +31,11 @@ CLAIM_BY_TRANSACTION_TIME = Mutant("claim_task", "v_now := clock_timestamp()", "
 COMPLETE_WITHOUT_TOKEN = Mutant("complete_task", "and t.claim_token = p_claim_token", "")
 BATCH_COMPLETION_WITHOUT_TOKEN = Mutant("complete_tasks", "and g.claim_token = t.claim_token)", ")")
 FAILURE_WITHOUT_TOKEN = Mutant("_lock_claim", "and t.claim_token = p_claim_token", "")
+BATCH_FAILURE_WITHOUT_TOKEN = Mutant("fail_tasks", "and t.claim_token = g.claim_token", "")
+BATCH_RELEASE_WITHOUT_TOKEN = Mutant("release_tasks", "and t.claim_token = g.claim_token", "")
+# The lock of fail_tasks and release_tasks.
+BATCH_LOCK_WITHOUT_TOKEN = Mutant("_lock_claims", "and g.claim_token = t.claim_token)", ")")
+BATCH_LOCK_THAT_WAITS = Mutant("_lock_claims", "for update of t skip locked", "for update of t")
 BATCH_COMPLETION_THAT_WAITS = Mutant("complete_tasks", "for update of t skip locked", "for update")
 BATCH_COMPLETION_IN_REVERSE = Mutant(
     "complete_tasks", "t.id\n       for update of t skip locked", "t.id desc for update of t"
@@ -42,8 +47,8 @@ HOLD_WITHOUT_LOCK = Mutant("hold_task", "p_id := pgsched._lock_task(p_id);", "")
 HOLD_WITHOUT_CHECK = Mutant("hold_task", "and t.claim_token = p_claim_token", "")
 RELEASE_THAT_SLEEPS = Mutant(
     "release_task",
-    "v_now := clock_timestamp();",
-    "v_now := clock_timestamp(); perform pg_sleep(1);",
+    "perform pgsched._release_claims",
+    "perform pg_sleep(1); perform pgsched._release_claims",
 )
 REAP_BY_ID_ONLY = Mutant("reap_stale", "for update of t skip locked", "")
 REAP_WITHOUT_TASK_LOCK = Mutant(

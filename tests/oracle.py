@@ -296,6 +296,29 @@ def fail(session: psycopg.Connection, held: Claim, *, permanent: bool = False) -
     return status
 
 
+def fail_batch(session: psycopg.Connection, held: Sequence[Claim]) -> list[str]:
+    """The outcomes of fail_tasks, in the order given; the next attempts are due at once."""
+    rows = session.execute(
+        """
+        with given as (
+          select * from unnest(%(ids)s::bigint[], %(tokens)s::uuid[])
+                          with ordinality as g (id, claim_token, position)),
+        done as materialized (
+          select * from pgsched.fail_tasks(%(ids)s, %(tokens)s, %(errors)s, %(waits)s::interval[])
+                          with ordinality as d (id, outcome, run_at, position)),
+        logged as (
+          insert into oracle.log (id, event, claim_token, detail)
+          select id, 'failed', claim_token, outcome
+            from done join given using (id, position)
+           where outcome in ('queued', 'failed', 'cancelled'))
+        select id, outcome from done order by position
+        """,
+        {**_arrays(held), "errors": ["boom"] * len(held), "waits": ["0"] * len(held)},
+    ).fetchall()
+    assert [task_id for task_id, _ in rows] == [each.id for each in held]
+    return [outcome for _, outcome in rows]
+
+
 def release(session: psycopg.Connection, held: Claim) -> None:
     """Call release_task."""
     session.execute(
@@ -307,6 +330,29 @@ def release(session: psycopg.Connection, held: Claim) -> None:
         """,
         held._asdict(),
     )
+
+
+def release_batch(session: psycopg.Connection, held: Sequence[Claim]) -> list[str]:
+    """The outcomes of release_tasks, in the order given."""
+    rows = session.execute(
+        """
+        with given as (
+          select * from unnest(%(ids)s::bigint[], %(tokens)s::uuid[])
+                          with ordinality as g (id, claim_token, position)),
+        done as materialized (
+          select * from pgsched.release_tasks(%(ids)s, %(tokens)s)
+                          with ordinality as d (id, outcome, position)),
+        logged as (
+          insert into oracle.log (id, event, claim_token, detail)
+          select id, 'released', claim_token, outcome
+            from done join given using (id, position)
+           where outcome in ('queued', 'cancelled'))
+        select id, outcome from done order by position
+        """,
+        _arrays(held),
+    ).fetchall()
+    assert [task_id for task_id, _ in rows] == [each.id for each in held]
+    return [outcome for _, outcome in rows]
 
 
 def reap(session: psycopg.Connection, *, limit: int = 1000) -> list[int]:

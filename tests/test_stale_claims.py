@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
+from uuid import uuid4
 
 import mutants
 import oracle
@@ -28,6 +29,16 @@ def complete_in_batch(session: psycopg.Connection, held: Claim) -> str:
     return outcome
 
 
+def fail_in_batch(session: psycopg.Connection, held: Claim) -> str:
+    [outcome] = oracle.fail_batch(session, [held])
+    return outcome
+
+
+def release_in_batch(session: psycopg.Connection, held: Claim) -> str:
+    [outcome] = oracle.release_batch(session, [held])
+    return outcome
+
+
 def extend(session: psycopg.Connection, held: Claim) -> str:
     [outcome] = oracle.extend(session, [held])
     return outcome
@@ -43,7 +54,9 @@ REFUSALS: dict[Use, Any] = {
     oracle.complete: "TS409",
     complete_in_batch: "stale",
     oracle.fail: "TS409",
+    fail_in_batch: "stale",
     oracle.release: "TS409",
+    release_in_batch: "stale",
     extend: "lost",
     extend_one: "TS409",
 }
@@ -52,12 +65,14 @@ USES: dict[Use, tuple[Any, str, int]] = {
     oracle.complete: (True, "completed", 1),
     complete_in_batch: ("completed", "completed", 1),
     oracle.fail: ("queued", "queued", 1),
+    fail_in_batch: ("queued", "queued", 1),
     oracle.release: (None, "queued", 0),
+    release_in_batch: ("queued", "queued", 0),
     extend: ("extended", "processing", 1),
     extend_one: (True, "processing", 1),
 }
 WAITING: list[Use] = [oracle.complete, oracle.fail, oracle.release, extend_one]
-BATCHES: list[Use] = [complete_in_batch, extend]
+BATCHES: list[Use] = [complete_in_batch, fail_in_batch, release_in_batch, extend]
 
 
 def claim_one(session: psycopg.Connection, **options: Any) -> Claim:
@@ -101,8 +116,10 @@ ENDINGS: list[Use] = [
     reaped_and_completed_by_another,
     reaped_at_the_last_attempt,
     oracle.release,
+    release_in_batch,
     released_and_claimed_again,
     oracle.fail,
+    fail_in_batch,
     failed_for_good,
 ]
 
@@ -143,11 +160,41 @@ def test_a_current_token_is_good_for_its_own_task_only(connect: Connect) -> None
         refuse(conn, one._replace(token=other.token), REFUSALS)
     swapped = [first._replace(token=second.token), second._replace(token=first.token)]
     assert oracle.complete_batch(conn, swapped) == ["stale", "stale"]
+    assert oracle.fail_batch(conn, swapped) == ["stale", "stale"]
+    assert oracle.release_batch(conn, swapped) == ["stale", "stale"]
     assert oracle.extend(conn, swapped) == ["lost", "lost"]
-    assert oracle.complete_batch(conn, [swapped[0], first, swapped[1]]) == [
-        "stale", "completed", "stale"
-    ]  # fmt: skip
+    oracle.check(conn)
+
+
+ENDING_BATCHES = [
+    (oracle.complete_batch, "completed"),
+    (oracle.fail_batch, "queued"),
+    (oracle.release_batch, "queued"),
+]
+
+
+@pytest.mark.parametrize(("batch", "done"), ENDING_BATCHES)
+def test_a_stale_claim_takes_no_part_in_the_batch_that_it_is_in(
+    connect: Connect, batch: Callable[..., Sequence[str]], done: str
+) -> None:
+    """Neither as the answer to the current claim of the same task, nor as its end."""
+    conn = connect()
+    oracle.enqueue(conn, 2)
+    first, second = oracle.claim(conn, limit=2)
+    swapped = [first._replace(token=second.token), second._replace(token=first.token)]
+    assert batch(conn, [swapped[0], first, swapped[1]]) == ["stale", done, "stale"]
     assert oracle.state(conn, second.id) == ("processing", 1)
+    oracle.check(conn)
+
+
+@pytest.mark.parametrize("use", BATCHES)
+def test_a_stale_claim_in_a_batch_holds_up_nobody(connect: Connect, use: Use) -> None:
+    conn, late, holder = connect(), connect(), connect()
+    oracle.enqueue(conn)
+    held = claim_one(conn)
+    with late.transaction():
+        assert use(late, held._replace(token=uuid4())) == REFUSALS[use]
+        assert oracle.at_once(conn, holder, partial(oracle.complete, holder, held))
     oracle.check(conn)
 
 
@@ -156,7 +203,9 @@ def test_a_task_that_is_gone_is_told_from_a_stale_claim(connect: Connect) -> Non
     oracle.enqueue(conn)
     held = claim_one(conn)._replace(id=404)
     answers = [oracle.outcome(partial(use, conn, held)) for use in REFUSALS]
-    assert answers == ["TS404", "TS404", "gone", "TS404", "TS404", "lost", "TS404"]
+    assert answers == [
+        "TS404", "TS404", "gone", "TS404", "gone", "TS404", "gone", "lost", "TS404"
+    ]  # fmt: skip
     oracle.check(conn)
 
 
@@ -275,6 +324,14 @@ def test_a_batch_completion_never_waits(connect: Connect) -> None:
     busy_in_batch(connect, oracle.complete_batch, "completed")
 
 
+def test_a_batch_failure_never_waits(connect: Connect) -> None:
+    busy_in_batch(connect, oracle.fail_batch, "queued")
+
+
+def test_a_batch_release_never_waits(connect: Connect) -> None:
+    busy_in_batch(connect, oracle.release_batch, "queued")
+
+
 def test_a_batch_extension_never_waits(connect: Connect) -> None:
     busy_in_batch(connect, oracle.extend, "extended")
 
@@ -329,6 +386,29 @@ def test_two_reapers_share_the_work(connect: Connect) -> None:
             )
             for end in (reaped, reaped_and_claimed_again)
         ),
+        *(
+            (
+                mutant,
+                partial(
+                    test_a_stale_claim_takes_no_part_in_the_batch_that_it_is_in,
+                    batch=batch,
+                    done="queued",
+                ),
+            )
+            for mutant, batch in (
+                (mutants.BATCH_FAILURE_WITHOUT_TOKEN, oracle.fail_batch),
+                (mutants.BATCH_RELEASE_WITHOUT_TOKEN, oracle.release_batch),
+            )
+        ),
+        *(
+            (
+                mutants.BATCH_LOCK_WITHOUT_TOKEN,
+                partial(test_a_stale_claim_in_a_batch_holds_up_nobody, use=use),
+            )
+            for use in (fail_in_batch, release_in_batch)
+        ),
+        (mutants.BATCH_LOCK_THAT_WAITS, test_a_batch_failure_never_waits),
+        (mutants.BATCH_LOCK_THAT_WAITS, test_a_batch_release_never_waits),
         (mutants.BATCH_COMPLETION_THAT_WAITS, test_a_batch_completion_never_waits),
         (mutants.BATCH_EXTENSION_THAT_WAITS, test_a_batch_extension_never_waits),
         (
