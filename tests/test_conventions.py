@@ -117,8 +117,9 @@ def test_locals_start_with_v(path: Path) -> None:
 # Python
 
 
-def test_the_package_stays_thin() -> None:
-    assert sum(len(read(path).splitlines()) for path in PACKAGE) <= MAX_LINES
+def test_the_driver_stays_thin() -> None:
+    driver = [path for path in PACKAGE if path.stem not in ("embedded", "demo")]
+    assert sum(len(read(path).splitlines()) for path in driver) <= MAX_LINES
 
 
 def test_the_public_names_are_few_and_sorted() -> None:

@@ -372,10 +372,10 @@ def swallow(conn: Connection) -> None:
         conn.execute("select 1 / 0")
 
 
-def make_odd(conn: Connection) -> None:
-    conn.row_factory = rows.dict_row
-    conn.cursor_factory = psycopg.RawCursor
-    conn.prepare_threshold = 0
+def change_after_a_commit(conn: Connection) -> None:
+    conn.execute("commit")
+    conn.autocommit = False
+    conn.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
 
 
 def prepare(conn: Connection) -> None:
@@ -415,7 +415,9 @@ MESSES: dict[str, tuple[Callable[[Connection], object], str | None]] = {
     "a rollback by SQL": (execute("rollback"), None),
     "no more connection": (lambda conn: conn.close(), "OperationalError"),
     "an open savepoint": (leave_open, "OutOfOrderTransactionNesting"),
-    "odd rows": (make_odd, None),
+    "a mode after a commit by SQL": (change_after_a_commit, None),
+    "odd rows": (change("row_factory", rows.dict_row), None),
+    "odd cursors": (change("cursor_factory", psycopg.RawCursor), None),
     "prepared statements": (prepare, None),
     "no autocommit": (change("autocommit", False), "ProgrammingError"),
     "read only": (change("read_only", True), "ProgrammingError"),
@@ -439,6 +441,7 @@ def test_the_next_handler_gets_a_clean_connection(
 
     @worker.task("look")
     def look(task: Task, conn: Connection) -> list[str]:
+        threshold = conn.prepare_threshold
         prepare(conn)
         [found] = conn.execute(
             """
@@ -450,7 +453,7 @@ def test_the_next_handler_gets_a_clean_connection(
                      and locktype = 'advisory')
             """
         )
-        return [*map(str, found), str(conn.autocommit), str(conn.info.transaction_status.name)]
+        return [*map(str, found), str(conn.autocommit), str(threshold)]
 
     conn.execute("drop role if exists mess")
     conn.execute("create role mess")
