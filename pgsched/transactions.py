@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from pgsched import calls
@@ -19,10 +20,12 @@ class NotBegun(Exception):
 
 @contextlib.contextmanager
 def all_or_nothing(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """A transaction, or a savepoint in one, out of which psycopg.Rollback comes, too."""
+    """A transaction, or a savepoint in one; raises whenever it is rolled back."""
     done = False
     with connection.transaction():
         yield
+        if connection.info.transaction_status == TransactionStatus.INERROR:
+            raise psycopg.errors.InFailedSqlTransaction("an error aborted the transaction")
         done = True
     if not done:
         raise psycopg.Rollback

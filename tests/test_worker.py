@@ -543,7 +543,8 @@ def test_a_failure_that_has_to_wait_for_a_lock_holds_up_no_lease(
         wait_until(lambda: count(conn, "processing") == 2)
         other = connect()
         with other.transaction():
-            other.execute("select pg_advisory_xact_lock(1337, %s)", [failing])
+            lock = "select from pgsched.scheduled_tasks where id = %s for update"
+            other.execute(lock, [failing])
             gate.set()
             for _ in range(4):  # more than one lease
                 wait_for_extension(conn, long)
@@ -565,13 +566,15 @@ def test_a_failure_that_has_to_wait_for_a_lock_holds_up_no_lease(
     ],
 )
 def test_a_malformed_dsn_is_refused_without_showing_it(dsn: str) -> None:
-    with pytest.raises(InvalidArgument, match="dsn") as caught:
-        Worker(dsn)
-    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+    for options in ({"dsn": dsn}, {"listen_dsn": dsn}):
+        with pytest.raises(InvalidArgument, match="dsn") as caught:
+            Worker(**options)
+        assert "s3cret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_worker_does_not_show_the_password() -> None:
-    worker = Worker("postgresql://someone:s3cret@localhost/app")
+    dsn = "postgresql://someone:s3cret@localhost/app"
+    worker = Worker(dsn, listen_dsn=dsn)
     assert "s3cret" not in repr(worker)
 
 
@@ -584,6 +587,14 @@ def test_a_worker_does_not_show_the_password() -> None:
         {"queues": [""]},
         {"queues": [64 * "q"]},
         {"queues": ["line\nbreak"]},
+        {"queues": {}},
+        {"queues": {"a": 1, "b": 0}},
+        {"queues": {"a": 1001}},
+        {"queues": {"a": -1}},
+        {"queues": {"a": 1.5}},
+        {"queues": {"a": "1"}},
+        {"queues": {"a": None}},
+        {"queues": {"": 1}},
         {"concurrency": 0},
         {"concurrency": 10_001},
         {"lease": 0.9},
@@ -591,6 +602,9 @@ def test_a_worker_does_not_show_the_password() -> None:
         {"lease": float("nan")},
         {"poll_interval": 0},
         {"poll_interval": 3601},
+        {"connections": 0},
+        {"connections": 101},
+        {"connections": 1.5},
         {"grace": -1},
         {"grace": float("inf")},
         {"metrics_port": -1},

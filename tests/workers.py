@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -170,14 +170,15 @@ def running(worker: Worker) -> Iterator[Thread]:
         assert not thread.is_alive()
 
 
-def run_to_end(worker: Worker) -> None:
-    """Return when the worker ends by itself, or raise what it raises."""
+def run_to_end(worker: Worker, *, drain: bool = False) -> int:
+    """Return what the worker returns when it ends by itself, or raise what it raises."""
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(worker.run)
+        ended = pool.submit(worker.run, drain=drain)
         try:
-            ended.result(PATIENCE)
-        finally:
+            return ended.result(PATIENCE)
+        except TimeoutError:
             worker.stop()
+            raise
 
 
 def make_effects(conn: psycopg.Connection) -> None:
@@ -211,14 +212,24 @@ def gated(worker: Worker) -> tuple[Event, Event]:
 
 
 class WorkerProcess:
-    """`pgsched worker` on a worker of this source; a context manager that kills it."""
+    """`pgsched worker` on a worker of this source; a context manager that kills it.
 
-    def __init__(self, folder: Path, source: str, *options: str, app: str = "app") -> None:
+    ``under``: a command that runs it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        source: str,
+        *options: str,
+        app: str = "app",
+        under: Sequence[str] = (),
+    ) -> None:
         (folder / "app.py").write_text(source, encoding="utf-8")
         self._log = folder / "worker.log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pgsched", "worker", app, *options],
+                [*under, sys.executable, "-m", "pgsched", "worker", app, *options],
                 cwd=folder,
                 stdout=log,
                 stderr=log,
