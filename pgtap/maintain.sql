@@ -52,17 +52,18 @@ create temporary table others as
 select * from pgsched.tasks
  where queue = 'pgtap others' or id = (select id from stale where kind = 'one too many');
 select results_eq('select * from pgsched.maintain()',
-                  $$values ('prune_finished', 6::bigint), ('reap_stale', 1000)$$,
-                  'stale tasks are reaped, then finished ones deleted, and both are counted');
+                  $$values ('prune_finished', 5::bigint), ('reap_stale', 1000)$$,
+                  'finished tasks are deleted, then stale ones reaped, and both are counted');
 select results_eq(
   $$select kind, coalesce(t.status, 'deleted'), count(*)
       from stale left join pgsched.tasks as t using (id) group by 1, 2 order by 1$$,
   $$values ('lost', 'queued', 998::bigint), ('one too many', 'processing', 1),
-           ('to be cancelled', 'cancelled', 1), ('used up', 'deleted', 1)$$,
+           ('to be cancelled', 'cancelled', 1), ('used up', 'failed', 1)$$,
   'of the stale ones as many as one call of reap_stale takes');
-select is_empty(
+select results_eq(
   $$select id from pgsched.finished_tasks where queue = 'pgtap maintain'$$,
-  'of the finished ones those that are old enough, also when they were reaped just now');
+  $$select id from stale where kind = 'used up'$$,
+  'of the finished ones those that were old enough before');
 select results_eq(
   'select * from pgsched.tasks where id in (select id from others) order by id',
   'select * from others order by id',
@@ -75,7 +76,7 @@ select * from pgsched.tasks where queue = 'pgtap maintain' and status = 'queued'
   select skip('tasks of others are stale', 3);
 \else
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('prune_finished', 0::bigint), ('reap_stale', 1)$$,
+                    $$values ('prune_finished', 1::bigint), ('reap_stale', 1)$$,
                     'the next call does the rest');
   select results_eq('select * from pgsched.maintain()',
                     $$values ('prune_finished', 0::bigint), ('reap_stale', 0)$$,

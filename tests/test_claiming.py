@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from random import Random
-from typing import TypeVar
 
 import mutants
 import oracle
@@ -15,8 +14,6 @@ import psycopg
 import pytest
 from mutants import Mutant
 from oracle import Connect
-
-T = TypeVar("T")
 
 PLANNER_SETTINGS = (
     "enable_bitmapscan",
@@ -39,15 +36,6 @@ def log(conn: psycopg.Connection) -> None:
     oracle.install(conn)
 
 
-def insisting(call: Callable[[], T]) -> T:
-    """The result of the call, tried again as long as it raises 40001."""
-    while True:
-        try:
-            return call()
-        except psycopg.errors.SerializationFailure:
-            continue
-
-
 def work(session: psycopg.Connection, random: Random) -> None:
     """Claim from two queues and complete, until no task is left."""
 
@@ -56,31 +44,28 @@ def work(session: psycopg.Connection, random: Random) -> None:
         assert isinstance(left, bool)
         return left
 
-    while insisting(left):
+    while left():
         for queue in random.sample(["a", "b"], 2):
             limit = random.choice([1, 2, random.randint(3, 100), 100])
-            held = insisting(partial(oracle.claim, session, queue=queue, limit=limit))
+            held = oracle.claim(session, queue=queue, limit=limit)
             if limit <= 2:
                 for each in held:
-                    oracle.outcome(partial(insisting, partial(oracle.complete, session, each)))
+                    oracle.outcome(partial(oracle.complete, session, each))
                 continue
             while held:
                 random.shuffle(held)
-                outcomes = insisting(partial(oracle.complete_batch, session, held))
+                outcomes = oracle.complete_batch(session, held)
                 held = [
                     each for each, outcome in zip(held, outcomes, strict=True) if outcome == "busy"
                 ]
 
 
-def drain(connect: Connect, tasks: int, sessions: int, isolation: str = "read committed") -> None:
-    """Sessions at this isolation level complete all tasks, each once and at the first attempt."""
+def drain(connect: Connect, tasks: int, sessions: int) -> None:
+    """Sessions complete all tasks, each once and at the first attempt."""
     conn = connect()
     for queue in ("a", "b"):
         oracle.enqueue(conn, tasks // 2, queue=queue, priorities=range(10))
-    options = "-c default_transaction_isolation=" + isolation.replace(" ", "\\ ")
-    oracle.together(
-        partial(work, connect(options=options), Random(seed)) for seed in range(sessions)
-    )
+    oracle.together(partial(work, connect(), Random(seed)) for seed in range(sessions))
     oracle.check(conn)
     ended = conn.execute("select status, attempt, count(*) from pgsched.tasks group by 1, 2")
     assert ended.fetchall() == [("completed", 1, tasks)]
@@ -94,11 +79,6 @@ def test_the_oracle_sees_a_claim_without_row_lock(connect: Connect) -> None:
     mutants.install(connect(), mutants.CLAIM_WITHOUT_ROW_LOCK)
     with pytest.raises(AssertionError, match="was handed out twice"):
         test_eight_sessions_complete_every_task_once(connect)
-
-
-@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
-def test_stricter_isolation_needs_nothing_but_retries(connect: Connect, isolation: str) -> None:
-    drain(connect, tasks=500, sessions=4, isolation=isolation)
 
 
 def test_a_claim_never_waits_and_gets_the_next_ones(connect: Connect) -> None:
@@ -304,31 +284,6 @@ def test_an_old_transaction_goes_by_the_servers_clock(connect: Connect) -> None:
             [held.id],
         )
         assert oracle.reap(session) == [held.id]
-    oracle.check(conn)
-
-
-def test_a_read_only_session_is_refused_and_holds_nothing(connect: Connect) -> None:
-    conn, reader = connect(), connect(options="-c default_transaction_read_only=on")
-    oracle.enqueue(conn, 3)
-    held = oracle.claim(conn, limit=2)
-    oracle.expire(conn, held[1:])
-    calls: list[tuple[str, list[object]]] = [
-        ("enqueue_task('test')", []),
-        ("claim_task('reader')", []),
-        ("complete_task(%s, %s)", [*held[0][:2]]),
-        ("complete_tasks(array[%s], array[%s])", [*held[0][:2]]),
-        ("fail_task(%s, %s, 'boom')", [*held[0][:2]]),
-        ("release_task(%s, %s)", [*held[0][:2]]),
-        ("extend_tasks(array[%s], array[%s])", [*held[0][:2]]),
-        ("reap_stale()", []),
-    ]
-    before = conn.execute("select * from pgsched.tasks order by id").fetchall()
-    for call, arguments in calls:
-        with reader.transaction(force_rollback=True):
-            with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
-                reader.execute(f"select * from pgsched.{call}", arguments)
-            assert oracle.task_locks(conn, reader) == 0, call
-    assert conn.execute("select * from pgsched.tasks order by id").fetchall() == before
     oracle.check(conn)
 
 

@@ -1,6 +1,8 @@
--- Bounded by rows and by time, since a row may have a large payload to delete. Each pair of status
--- and queue is found by skipping through the index, and they are taken in random order, so that
--- one that never ends does not keep the others waiting.
+-- Bounded by rows and by time, since a row may have a large payload to delete: the steps grow while
+-- they are fast. Finding what is old is not counted: it takes longer while a snapshot keeps deleted
+-- rows, and each call has to get further. Each pair of status and queue is found by skipping
+-- through the index, and they are taken in random order, so that one that never ends does not keep
+-- the others waiting.
 create function pgsched.prune_finished(p_limit integer default 10000)
   returns bigint
   language plpgsql
@@ -11,8 +13,12 @@ create function pgsched.prune_finished(p_limit integer default 10000)
 as $$
 declare
   v_now timestamptz := clock_timestamp();
+  v_time_left interval := '0.5 seconds';
+  v_start timestamptz;
   v_kind record;
   v_ids bigint[];
+  v_from integer;
+  v_step integer := 1;
   v_deleted bigint := 0;
 begin
   if (p_limit between 1 and 100000) is not true then
@@ -20,6 +26,9 @@ begin
       errcode = 'TS400',
       message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
       hint = 'Give 1 to 100000.';
+  end if;
+  if current_setting('transaction_read_only')::boolean then
+    perform pgsched._raise_read_only();
   end if;
 
   for v_kind in
@@ -55,13 +64,19 @@ begin
        order by f.finished_at, f.id
        limit p_limit - v_deleted
          for update skip locked);
-    for v_from in 1 .. cardinality(v_ids) by 100 loop
-      delete from pgsched.finished_tasks as f where f.id = any (v_ids[v_from : v_from + 99]);
-      v_deleted := v_deleted + least(100, cardinality(v_ids) - v_from + 1);
-      if clock_timestamp() > v_now + interval '0.5 seconds' then
+    v_start := clock_timestamp();
+    v_from := 1;
+    while v_from <= cardinality(v_ids) loop
+      delete from pgsched.finished_tasks as f
+       where f.id = any (v_ids[v_from : v_from + v_step - 1]);
+      v_deleted := v_deleted + least(v_step, cardinality(v_ids) - v_from + 1);
+      if clock_timestamp() > v_start + v_time_left then
         return v_deleted;
       end if;
+      v_from := v_from + v_step;
+      v_step := least(2 * v_step, 100);
     end loop;
+    v_time_left := v_time_left - (clock_timestamp() - v_start);
     exit when v_deleted = p_limit;
   end loop;
   return v_deleted;
