@@ -58,7 +58,8 @@ class Caller:
                 self.call(end, held)
         distinct = {held.id: held for held in self.some(4)}
         self.call(oracle.complete_together, list(distinct.values()))
-        oracle.complete_batch(self.session, self.some(20))
+        for end_batch in (oracle.fail_batch, oracle.release_batch, oracle.complete_batch):
+            end_batch(self.session, self.some(20))
 
     def extend(self) -> None:
         oracle.extend(self.session, self.some(40), lease="1 second")
