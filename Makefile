@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types pgtap pytest test-pgbouncer migration check-migration clean
+.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-long migration check-migration clean
 
 help: ## this list
 	@echo "pgsched: make ..."
@@ -36,11 +36,15 @@ pgtap: .venv/dev.done .venv/pgtap/pgtap.sql ## the SQL tests, on a private Postg
 
 pytest: .venv/dev.done .venv/pgtap/pgtap.sql ## the Python tests, on a private PostgreSQL
 	@echo "Running the Python tests (pytest)"
-	@$(BIN)/python -m pytest --junitxml .venv/pytest.xml
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --junitxml .venv/pytest.xml
 
 test-pgbouncer: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests through a transaction-mode pooler
 	@echo "Running the tests through PgBouncer (pytest)"
 	@$(BIN)/python -m pytest -m "pgbouncer and not long"
+
+test-long: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests that take a minute or more each
+	@echo "Running the long tests (pytest)"
+	@$(BIN)/python -m pytest -m long
 
 # Until 0.1.0 is released, the first migration is the schema files in schema.sql's order.
 define initial
