@@ -193,6 +193,7 @@ create table pgsched.listeners (
     references pgsched.workers (id) on delete cascade
 );
 
+-- Serves the cascade from workers, and register_listener.
 create index listeners_worker_id_idx on pgsched.listeners (worker_id);
 
 comment on table pgsched.listeners is
@@ -328,26 +329,6 @@ comment on function pgsched._run_at_fault is
   'Null if the value is null or a time before the year 9999; else what is wrong, and a hint.';
 
 revoke all on function pgsched._run_at_fault from public;
-
-create function pgsched._run_at(p_value timestamptz)
-  returns timestamptz
-  language plpgsql
-  stable
-as $$
-declare
-  v_fault text[] := pgsched._run_at_fault(p_value);
-begin
-  if v_fault is not null then
-    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
-  end if;
-  return p_value;
-end;
-$$;
-
-comment on function pgsched._run_at is
-  'The value, if it is null or a time before the year 9999; else TS400.';
-
-revoke all on function pgsched._run_at from public;
 
 create function pgsched._priority_fault(p_value numeric)
   returns text[]
@@ -1637,8 +1618,12 @@ create function pgsched.release_task(
   set search_path = pg_catalog, pg_temp
   set enable_seqscan = off
 as $$
+declare
+  v_fault text[] := pgsched._run_at_fault(p_run_at);
 begin
-  p_run_at := pgsched._run_at(p_run_at);
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
+  end if;
   perform pgsched._lock_claim(p_id, p_claim_token);
   perform pgsched._release_claims(array[p_id], array[p_run_at]);
 end;
@@ -1893,10 +1878,11 @@ create function pgsched.reschedule_task(
   set enable_seqscan = off
 as $$
 declare
-  v_fault text[] := case when p_priority is not null then pgsched._priority_fault(p_priority) end;
+  v_fault text[] := coalesce(
+    pgsched._run_at_fault(p_run_at),
+    case when p_priority is not null then pgsched._priority_fault(p_priority) end);
   v_status text;
 begin
-  p_run_at := pgsched._run_at(p_run_at);
   if v_fault is not null then
     raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;

@@ -188,6 +188,7 @@ create table pgsched.listeners (
     references pgsched.workers (id) on delete cascade
 );
 
+-- Serves the cascade from workers, and register_listener.
 create index listeners_worker_id_idx on pgsched.listeners (worker_id);
 
 comment on table pgsched.listeners is

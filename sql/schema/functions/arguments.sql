@@ -107,26 +107,6 @@ comment on function pgsched._run_at_fault is
 
 revoke all on function pgsched._run_at_fault from public;
 
-create function pgsched._run_at(p_value timestamptz)
-  returns timestamptz
-  language plpgsql
-  stable
-as $$
-declare
-  v_fault text[] := pgsched._run_at_fault(p_value);
-begin
-  if v_fault is not null then
-    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
-  end if;
-  return p_value;
-end;
-$$;
-
-comment on function pgsched._run_at is
-  'The value, if it is null or a time before the year 9999; else TS400.';
-
-revoke all on function pgsched._run_at from public;
-
 create function pgsched._priority_fault(p_value numeric)
   returns text[]
   language sql

@@ -8,8 +8,12 @@ create function pgsched.release_task(
   set search_path = pg_catalog, pg_temp
   set enable_seqscan = off
 as $$
+declare
+  v_fault text[] := pgsched._run_at_fault(p_run_at);
 begin
-  p_run_at := pgsched._run_at(p_run_at);
+  if v_fault is not null then
+    raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
+  end if;
   perform pgsched._lock_claim(p_id, p_claim_token);
   perform pgsched._release_claims(array[p_id], array[p_run_at]);
 end;

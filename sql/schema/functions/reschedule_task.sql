@@ -9,10 +9,11 @@ create function pgsched.reschedule_task(
   set enable_seqscan = off
 as $$
 declare
-  v_fault text[] := case when p_priority is not null then pgsched._priority_fault(p_priority) end;
+  v_fault text[] := coalesce(
+    pgsched._run_at_fault(p_run_at),
+    case when p_priority is not null then pgsched._priority_fault(p_priority) end);
   v_status text;
 begin
-  p_run_at := pgsched._run_at(p_run_at);
   if v_fault is not null then
     raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
