@@ -42,7 +42,7 @@ test-pgbouncer: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests through a 
 	@echo "Running the tests through PgBouncer (pytest)"
 	@$(BIN)/python -m pytest -m "pgbouncer and not long"
 
-test-long: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests that take a minute or more each
+test-long: .venv/dev.done .venv/pgtap/pgtap.sql .venv/pgbouncer/pgbouncer ## the tests that take long
 	@echo "Running the long tests (pytest)"
 	@$(BIN)/python -m pytest -m long
 

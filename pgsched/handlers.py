@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import os
 import queue
 import random
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
-from pgsched.calls import Claim, Task, to_json
+from pgsched.calls import Claim, Connection, Task, to_json
 from pgsched.errors import Fail, InvalidArgument, Retry, Snooze
 from pgsched.transactions import NotBegun, Transactions
 
@@ -238,8 +239,14 @@ class Executor:
             self._end(outcome)
 
     def _run_in_transaction(self, claim: Claim, handler: Handler) -> Outcome:
+        def work(connection: Connection) -> str | None:
+            result = call(claim, handler, connection)
+            if time.monotonic() >= self.deadlines.get(claim.token, math.inf):
+                raise TimeoutError(f"timed out after {handler.timeout:g} s")
+            return result
+
         try:
-            self._transactions.run(claim, partial(call, claim, handler))
+            self._transactions.run(claim, work)
             return Outcome(claim, "recorded")
         except NotBegun as error:
             log.warning("no transaction: task=%d error=%r", claim.id, str(error.__cause__).strip())

@@ -196,11 +196,11 @@ class Loop:
                 "left to their leases: tasks=%s",
                 ",".join(str(claim.id) for claim in self._held.values()),
             )
-        self._executor.close()
-        if self._listener is not None:
-            self._listener.close()
         if connection is not None:
             self._sign_off(connection)
+        if self._listener is not None:
+            self._listener.close()
+        self._executor.close()
         log.info("stopped: worker=%s", self._name)
 
     def _backoff(self, failures: int) -> float:

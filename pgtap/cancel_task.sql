@@ -1,6 +1,6 @@
 begin;
 \ir fixtures.sql
-select plan(57);
+select plan(49);
 
 -- A queued task with an attempt behind it, due in an hour.
 create function pg_temp.queued(p_queue text, p_id bigint default null)
@@ -132,9 +132,6 @@ select results_eq('select * from pgsched.tasks where id in (select id from ended
 select is(pgsched.cancel_task(pgsched.enqueue_task('a', p_queue => 'pgtap states', p_run_at => at)),
           'cancelled', format('a task due at %s is cancelled', at))
   from (values (timestamptz '1970-01-01 00:00:00+00'), ('9998-12-31 23:59:59.999999+00')) as t (at);
-insert into pgsched.queues (name, paused) values ('pgtap paused', true);
-select is(pgsched.cancel_task(pgsched.enqueue_task('a', p_queue => 'pgtap paused')), 'cancelled',
-          'a task of a paused queue is cancelled');
 select * from pg_temp.claimed('pgtap states') \gset
 select pgsched.release_task(:id, :'token') \g /dev/null
 select is(pgsched.cancel_task(:id), 'cancelled', 'a task that was released is cancelled');
@@ -143,24 +140,16 @@ select pgsched.fail_task(:id, :'token', 'x') \g /dev/null
 select is(pgsched.cancel_task(:id), 'cancelled', 'a task that waits to be retried is cancelled');
 
 -- Edges: ids
-create temporary table ids as
-select id, n % 2 = 0 as runs
-  from unnest(array[:huge, :huge_2_32, :huge_same_key, 9223372036854775807, -1, -2147483648,
-                    -2147483649, -4294967297, -9223372036854775808])
-       with ordinality as far (id, n);
-select pg_temp.claimed('pgtap ids', id) from ids where runs \g /dev/null
-select pg_temp.queued('pgtap ids', id) from ids where not runs \g /dev/null
-select is(pgsched.cancel_task(id), case when runs then 'requested' else 'cancelled' end,
-          format('task %s is cancelled', id))
-  from ids where id in (:huge_2_32, :huge_same_key) order by id;
+select pg_temp.queued('pgtap ids', id) from unnest(array[:huge, :huge_same_key]) as id \g /dev/null
+select pg_temp.claimed('pgtap ids', :huge_2_32) \g /dev/null
+select is(pgsched.cancel_task(:huge_2_32), 'requested', format('task %s is cancelled', :huge_2_32));
+select is(pgsched.cancel_task(:huge_same_key), 'cancelled',
+          format('task %s is cancelled', :huge_same_key));
 select results_eq(
   $$select id from pgsched.tasks
      where queue = 'pgtap ids' and (status = 'cancelled' or cancel_requested_at is not null)
      order by id$$,
   array[:huge_same_key, :huge_2_32], 'and no other');
-select is(pgsched.cancel_task(id), case when runs then 'requested' else 'cancelled' end,
-          format('task %s is cancelled', id))
-  from ids where id not in (:huge_2_32, :huge_same_key) order by id;
 
 -- Errors
 select throws_ok('select pgsched.cancel_task(null)', 'TS400', 'p_id must not be null',

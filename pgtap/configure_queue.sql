@@ -1,6 +1,6 @@
 begin;
 \ir fixtures.sql
-select plan(147);
+select plan(136);
 
 -- Calls configure_queue with one setting, and returns what that changed in the row of the queue.
 create function pg_temp.change(p_queue text, p_argument text, p_value text)
@@ -105,65 +105,7 @@ select pgsched.configure_queue(name, 5) from good_names \g /dev/null
 select is(max_attempts, 5, what || ' is the name of a queue')
   from good_names join pgsched.queues using (name);
 
--- What the settings do: attempts
-select pgsched.enqueue_task('a', p_queue => 'pgtap attempts') as old \gset
-select pgsched.configure_queue('pgtap attempts', 2) \g /dev/null
-select pgsched.enqueue_task('a', p_queue => 'pgtap attempts'),
-       pgsched.enqueue_task('a', p_queue => 'pgtap attempts', p_max_attempts => 9) \g /dev/null
-select pgsched.enqueue_tasks(
-  '[{"task_type": "a", "queue": "pgtap attempts"},
-    {"task_type": "a", "queue": "pgtap attempts", "max_attempts": 9}]') \g /dev/null
-select results_eq(
-  format($$select id = %s, max_attempts, count(*) from pgsched.tasks
-            where queue = 'pgtap attempts' group by 1, 2 order by 1, 2$$, :old),
-  'values (false, 2, 2::bigint), (false, 9, 2), (true, 20, 1)',
-  'a task has as many attempts as its queue says when it is added, unless it brings its own');
-
--- What the settings do: backoff
-create function pg_temp.wait(p_queue text, p_attempt integer)
-  returns interval
-  language plpgsql
-as $$
-declare
-  v_task record;
-  v_before timestamptz;
-begin
-  select * into v_task
-    from pg_temp.claimed(p_queue, p_attempt => p_attempt, p_max_attempts => 2000);
-  v_before := clock_timestamp();
-  return f.run_at - v_before from pgsched.fail_task(v_task.id, v_task.token, 'x') as f;
-end;
-$$;
-
-select pgsched.configure_queue('pgtap waits', p_retry_delay => '10 days',
-                               p_retry_delay_max => '100 days') \g /dev/null
-select ok(pg_temp.wait('pgtap waits', attempt) - shortest between '0'
-                                                             and spread + interval '1 hour',
-          format('the wait after attempt %s is that of the queue', attempt))
-  from (values (1, interval '10 days', interval '5 days'), (2, '20 days', '10 days'),
-               (3, '40 days', '20 days'), (5, '100 days', '0'), (1999, '100 days', '0'))
-       as waits (attempt, shortest, spread);
-select pgsched.configure_queue('pgtap waits', p_retry_delay_max => '5 days') \g /dev/null
-select ok(pg_temp.wait('pgtap waits', 1) - interval '5 days' between '0' and '1 hour',
-          'a limit below the delay is the wait');
-select pgsched.configure_queue('pgtap waits', p_retry_delay => '0') \g /dev/null
-select ok(pg_temp.wait('pgtap waits', 1999) between '0' and '1 hour',
-          'a delay of 0 stays 0');
-
--- What the settings do: payload
-select pgsched.configure_queue('pgtap payload', p_max_payload_bytes => 10) \g /dev/null
-select is(pg_temp.task(pgsched.enqueue_task('a', '"12345678"', 'pgtap payload')) ->> 'payload',
-          '12345678', 'a payload of as many bytes as the queue allows is taken');
-select throws_ok($$select pgsched.enqueue_task('a', '"123456789"', 'pgtap payload')$$,
-                 'TS400', 'p_payload is 11 bytes long, the limit of the queue is 10',
-                 'and not of one more');
-select throws_ok(
-  $$select pgsched.enqueue_tasks(
-      '[{"task_type": "a", "queue": "pgtap payload", "payload": "123456789"}]')$$,
-  'TS400', 'p_tasks[0]: payload is 11 bytes long, the limit of the queue is 10',
-  'nor in a batch');
-
--- What the settings do: completed tasks are not stored
+-- What a setting does: completed tasks are not stored
 select pgsched.configure_queue('pgtap keep', p_keep_completed => '0') \g /dev/null
 select * from pg_temp.claimed('pgtap keep') \gset
 update pgsched.scheduled_tasks set unique_key = 'u' where id = :id;

@@ -73,13 +73,14 @@ select results_eq(
   'values (0::smallint, 1), (9::smallint, 2147483647)',
   'priorities 0 and 9 and the smallest and largest number of attempts are taken');
 
+select pgsched.enqueue_task('a', p_queue => 'pgtap attempts') \g /dev/null
 insert into pgsched.queues (name, max_attempts) values ('pgtap attempts', 3);
 select pgsched.enqueue_task('a', p_queue => 'pgtap attempts', p_max_attempts => m)
   from (values (null), (9)) as given (m) \g /dev/null
 select results_eq(
   'select max_attempts from pgsched.scheduled_tasks where queue = ''pgtap attempts'' order by 1',
-  'values (3), (9)',
-  'the queue says how many attempts, unless the task does');
+  'values (3), (9), (20)',
+  'the queue says how many attempts a task added from then on has, unless the task does');
 
 -- Edges: names
 select is(pg_temp.task(pgsched.enqueue_task(

@@ -1,6 +1,6 @@
 begin;
 \ir fixtures.sql
-select plan(79);
+select plan(56);
 
 select is(pg_temp.arguments_of('pgsched.extend_task'),
   'p_id bigint, p_claim_token uuid, p_lease interval DEFAULT ''00:05:00''::interval',
@@ -9,10 +9,8 @@ select is(pg_temp.result_of('pgsched.extend_task'), 'timestamp with time zone',
           'extend_task returns the end of the lease');
 
 -- Nothing there
-select throws_ok(format('select pgsched.extend_task(%s, %L)', unknown, :'stale'),
-                 'TS404', 'there is no task ' || unknown, format('there is no task %s', unknown))
-  from (values (-5::bigint), (4999999999999999999), (9223372036854775807),
-               (-9223372036854775808), (0)) as ids (unknown);
+select throws_ok(format('select pgsched.extend_task(-5, %L)', :'stale'),
+                 'TS404', 'there is no task -5', 'there is no task to extend');
 
 -- Happy path
 select * from pg_temp.claimed('pgtap extend_task') \gset
@@ -71,32 +69,24 @@ select is(pg_temp.task(:id),
           'a task whose cancel was requested is extended, and stays to be cancelled');
 select ok(timestamptz :'until' > clock_timestamp() + interval '9 minutes', 'as long as any other');
 
-insert into pgsched.queues (name, paused) values ('pgtap paused', true);
-select * from pg_temp.claimed('pgtap paused', p_attempt => 20, p_lease_left => '0') \gset
-select ok(pgsched.extend_task(:id, :'token') > clock_timestamp(),
-          'the last attempt of a task of a paused queue is extended');
+select * from pg_temp.claimed('pgtap extend_task', p_attempt => 20, p_lease_left => '0') \gset
+select ok(pgsched.extend_task(:id, :'token') > clock_timestamp(), 'a last attempt is extended');
 
 -- Edges: ids
 select pg_temp.claimed('pgtap ids', id, '1 second')
-  from unnest(array[:huge, :huge_2_32, :huge_same_key, 9223372036854775807, -1, -2147483648,
-                    -2147483649, -4294967297, -9223372036854775808]) as id \g /dev/null
+  from unnest(array[:huge, :huge_2_32, :huge_same_key]) as id \g /dev/null
 select claim_token as token from pgsched.scheduled_tasks where id = :huge \gset
 select throws_ok(format('select pgsched.extend_task(%s, %L)', id, :'token'),
                  'TS409', format('this claim of task %s is not current', id),
                  format('the claim of task %s does not extend task %s', :huge, id))
-  from unnest(array[:huge_2_32, :huge_same_key, -1, -4294967297]) as id;
-select is(pgsched.extend_task(id, claim_token, '1 hour') > clock_timestamp(), true,
-          format('task %s is extended', id))
-  from pgsched.scheduled_tasks where queue = 'pgtap ids' and id in (:huge, -2147483649) order by id;
+  from unnest(array[:huge_2_32, :huge_same_key]) as id;
+select ok(pgsched.extend_task(:huge, :'token', '1 hour') > clock_timestamp(),
+          format('task %s is extended', :huge));
 select results_eq(
   format('select id from pgsched.scheduled_tasks
            where queue = ''pgtap ids'' and lease_expires_at > %L order by id',
          clock_timestamp() + interval '1 minute'),
-  array[-2147483649, :huge], 'and no other');
-select is(pgsched.extend_task(id, claim_token, '1 hour') > clock_timestamp(), true,
-          format('task %s is extended', id))
-  from pgsched.scheduled_tasks
- where queue = 'pgtap ids' and id not in (:huge, -2147483649) order by id;
+  array[:huge], 'and no other');
 
 -- Errors: claims that are not current
 create temporary table stale as select * from pg_temp.stale_claims('pgtap stale');
@@ -109,15 +99,7 @@ select results_eq($$select * from pgsched.tasks where queue = 'pgtap stale' orde
 -- Errors: arguments
 select throws_ok(format('select pgsched.extend_task(%L, %L)', id, token),
                  'TS400', 'p_id and p_claim_token must not be null', what)
-  from (select null::bigint as id, :'stale'::uuid as token, 'null is no id' as what
-         union all
-        select null, null, 'null and null are no claim'
-         union all
-        select :huge, null, 'null is not the token of a claim'
-         union all
-        select -5, null, 'nor that of a task that does not exist'
-         union all
-        select id, null, 'null is not ' || what from stale) as given;
+  from no_claims;
 select pg_temp.task(:huge) as before \gset
 select throws_ok(format('select pgsched.extend_task(%s, %L, %L)', :huge, :'token', lease),
                  'TS400', pg_temp.lease_error(lease), coalesce(lease, 'null') || ' is no lease')

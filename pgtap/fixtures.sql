@@ -82,6 +82,30 @@ as $$
   select pg_get_function_result(p_function)
 $$;
 
+-- Makes the queues of others keep their finished tasks, of which some may be old enough to be
+-- deleted, until the rollback.
+create function pg_temp.keep_others()
+  returns void
+  language sql
+as $$
+  insert into pgsched.queues as q (name, keep_completed, keep_failed)
+  select distinct f.queue, interval '100 years', interval '100 years'
+    from pgsched.finished_tasks as f
+      on conflict (name) do update
+     set keep_completed = excluded.keep_completed, keep_failed = excluded.keep_failed
+$$;
+
+-- Whether others have tasks that are stale, or will be before the file has ended.
+create function pg_temp.others_are_stale()
+  returns boolean
+  language sql
+as $$
+  select exists (
+    select
+      from pgsched.scheduled_tasks as t
+     where t.status = 'processing' and t.lease_expires_at < clock_timestamp() + interval '1 hour')
+$$;
+
 -- The whole row of a task, live or finished; null when there is none.
 create function pg_temp.task(p_id bigint)
   returns jsonb
@@ -112,6 +136,14 @@ as $$
   returning t.id, t.claim_token
 $$;
 
+-- What every function with p_id and p_claim_token has to refuse; stale_claims adds one.
+create temporary table no_claims (id bigint, token uuid, what text);
+insert into no_claims (id, token, what)
+values (null, :'stale', 'null is no id'),
+       (null, null, 'null and null are no claim'),
+       (:huge, null, 'null is not the token of a claim'),
+       (-5, null, 'nor that of a task that does not exist');
+
 -- Claims that are not current, one of each kind; with the tasks of the queue before any use of them
 -- in the temporary table before.
 create function pg_temp.stale_claims(p_queue text)
@@ -138,6 +170,7 @@ begin
 
   id := pgsched.enqueue_task('a', p_queue => p_queue);
   what := 'any token of a task never claimed';
+  insert into no_claims (id, token, what) values (id, null, 'null is not ' || what);
   return next;
 
   select c.id, c.token into id, token from pg_temp.claimed(p_queue) as c;

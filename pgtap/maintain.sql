@@ -5,19 +5,9 @@ select plan(25);
 -- Nobody else is at a step meanwhile: of two callers one is told null.
 select pg_advisory_xact_lock(1338, step) from unnest(array[2, 3]) as step \g /dev/null
 
--- Finished tasks of others may be old enough to be deleted: until the rollback their queues keep
--- them. Of their stale tasks none is reaped: the thousand of a call are ours, which have lower ids.
-insert into pgsched.queues as q (name, keep_completed, keep_failed)
-select distinct f.queue, interval '100 years', interval '100 years'
-  from pgsched.finished_tasks as f
-    on conflict (name) do update
-   set keep_completed = excluded.keep_completed, keep_failed = excluded.keep_failed;
-select exists (
-         select
-           from pgsched.scheduled_tasks as t
-          where t.status = 'processing'
-            and t.lease_expires_at < clock_timestamp() + interval '1 hour') as others_are_stale
-  \gset
+select pg_temp.keep_others() \g /dev/null
+-- Of the stale tasks of others none is reaped: the thousand of a call are ours, with lower ids.
+select pg_temp.others_are_stale() \gset
 
 select is(pg_temp.arguments_of('pgsched.maintain'), '', 'maintain takes nothing');
 select is(pg_temp.result_of('pgsched.maintain'), 'TABLE(step text, affected bigint)',

@@ -1,6 +1,6 @@
 begin;
 \ir fixtures.sql
-select plan(41);
+select plan(42);
 
 select is(pg_temp.arguments_of('pgsched.pause_queue'), 'p_queue text',
           'pause_queue takes a queue');
@@ -65,6 +65,8 @@ select lives_ok(
 select results_eq(
   $$select pgsched.cancel_task(id) from running where n = 6$$,
   array['requested'], 'a running task is cancelled');
+select is(pgsched.cancel_task(pgsched.enqueue_task('a', p_queue => 'pgtap pause_queue')),
+          'cancelled', 'so is one that waits');
 select lives_ok(
   $$select pgsched.hold_task(id, token) from running where n = 7$$,
   'a running task is held');

@@ -2,12 +2,7 @@ begin;
 \ir fixtures.sql
 select plan(46);
 
--- Tasks of others may be old enough too: until the rollback their queues keep them.
-insert into pgsched.queues as q (name, keep_completed, keep_failed)
-select distinct f.queue, interval '100 years', interval '100 years'
-  from pgsched.finished_tasks as f
-    on conflict (name) do update
-   set keep_completed = excluded.keep_completed, keep_failed = excluded.keep_failed;
+select pg_temp.keep_others() \g /dev/null
 
 create function pg_temp.finished(
     p_queue text, p_finished_at timestamptz, p_status text default 'completed',

@@ -1,6 +1,6 @@
 begin;
 \ir fixtures.sql
-select plan(62);
+select plan(72);
 
 -- A row of each table, as good as any; the tests below change one column of it.
 create function pg_temp.put(p_table text, p_change jsonb)
@@ -109,7 +109,9 @@ select is(pg_temp.refusal('queues', jsonb_build_object(setting, bad::jsonb)),
                ('retry_delay', '"-1 year 360 days"'),
                ('retry_delay_max', '"-1 microseconds"'), ('retry_delay_max', '"2 years"'),
                ('retry_delay_max', '"-1 year 360 days"'),
-               ('max_payload_bytes', '1'), ('max_payload_bytes', '268435456'))
+               ('max_payload_bytes', '1'), ('max_payload_bytes', '268435456'),
+               ('keep_completed', '"-1 microseconds"'), ('keep_completed', '"101 years"'),
+               ('keep_failed', '"-1 microseconds"'), ('keep_failed', '"101 years"'))
        as refused (setting, bad);
 select lives_ok(format('select pg_temp.put(''queues'', ''{"name": "pgtap %s%s", "%1$s": %2$s}'')',
                        setting, good),
@@ -122,6 +124,11 @@ select lives_ok(format('select pg_temp.put(''queues'', ''{"name": "pgtap %s%s", 
                 format('%s can be %s', setting, good))
   from unnest(array['retry_delay', 'retry_delay_max']) as setting
  cross join unnest(array['0', '1 microsecond', '365 days']) as good;
+select lives_ok(format('select pg_temp.put(''queues'', ''{"name": "pgtap %s%s", "%1$s": "%2$s"}'')',
+                       setting, good),
+                format('%s can be %s', setting, good))
+  from unnest(array['keep_completed', 'keep_failed']) as setting
+ cross join unnest(array['0', '1 microsecond', '100 years']) as good;
 select pg_temp.put('queues', '{}') \g /dev/null
 select is(pg_temp.refusal('queues', '{}'), '23505 queues_pkey', 'a queue has its settings once');
 

@@ -63,8 +63,6 @@ CANCEL_WITH_TASK_LOCK = Mutant(
 )
 RETRY_OF_ANY_STATUS = Mutant("retry_task", "and f.status in ('failed', 'cancelled')", "")
 RESCHEDULE_OF_ANY_STATUS = Mutant("reschedule_task", "and t.status = 'queued'", "")
-PRUNE_THAT_WAITS = Mutant("prune_finished", "for update skip locked", "for update")
-PRUNE_OF_ANY_AGE = Mutant("prune_finished", "and f.finished_at < v_kind.finished_before", "")
 
 
 def install(conn: psycopg.Connection, mutant: Mutant) -> None:

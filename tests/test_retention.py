@@ -13,6 +13,8 @@ import pytest
 from mutants import Mutant
 from oracle import Connect
 
+PRUNE_THAT_WAITS = Mutant("prune_finished", "for update skip locked", "for update")
+PRUNE_OF_ANY_AGE = Mutant("prune_finished", "and f.finished_at < v_kind.finished_before", "")
 PRUNE_OF_ONE_QUEUE = Mutant(
     "prune_finished", "(f.status, f.queue) > (k.status, k.queue)", "f.status > k.status"
 )
@@ -79,10 +81,10 @@ def add_finished(conn: psycopg.Connection, numbers: range) -> None:
     )
 
 
-def prune_all(session: psycopg.Connection) -> int:
+def prune_all(session: psycopg.Connection, limit: int = 10000) -> int:
     """How many tasks were deleted until nothing was left to delete."""
     deleted = 0
-    while step := oracle.prune(session):
+    while step := oracle.prune(session, limit=limit):
         deleted += step
     return deleted
 
@@ -163,7 +165,7 @@ def prune_beside_work(connect: Connect, rows: int, *, pinned: bool = False) -> N
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_what_is_old_goes_while_others_work(connect: Connect, pinned: bool) -> None:
-    prune_beside_work(connect, 100_000, pinned=pinned)
+    prune_beside_work(connect, 30_000, pinned=pinned)
 
 
 @pytest.mark.long
@@ -221,17 +223,101 @@ def test_a_queue_that_keeps_no_completed_tasks_never_stores_one(connect: Connect
     oracle.check(conn)
 
 
+def failed(conn: psycopg.Connection) -> int:
+    """A new task that failed for good."""
+    [task_id] = oracle.enqueue(conn)
+    [held] = oracle.claim(conn)
+    assert oracle.fail(conn, held, permanent=True) == "failed"
+    return task_id
+
+
+def age(conn: psycopg.Connection, *, days: int) -> None:
+    """Make all finished tasks older."""
+    conn.execute(
+        "update pgsched.finished_tasks set finished_at = finished_at - %s * interval '1 day'",
+        [days],
+    )
+
+
+def complete_many(conn: psycopg.Connection, count: int) -> None:
+    oracle.enqueue(conn, count)
+    while held := oracle.claim(conn, limit=100):
+        assert set(oracle.complete_batch(conn, held)) == {"completed"}
+
+
+def left(conn: psycopg.Connection) -> int:
+    [(count,)] = conn.execute("select count(*) from pgsched.finished_tasks")
+    assert isinstance(count, int)
+    return count
+
+
+def test_two_open_prunings_share_the_work(connect: Connect) -> None:
+    conn, first, second = connect(), connect(), connect()
+    complete_many(conn, 10)
+    age(conn, days=2)
+    with first.transaction():
+        assert oracle.prune(first, limit=4) == 4
+        with second.transaction(force_rollback=True):
+            assert oracle.at_once(conn, second, partial(oracle.prune, second)) == 6
+    assert left(conn) == 6
+    assert oracle.prune(conn) == 6
+    oracle.check(conn)
+
+
+def test_four_sessions_prune_every_task_once(connect: Connect) -> None:
+    conn = connect()
+    complete_many(conn, 3000)
+    age(conn, days=2)
+    complete_many(conn, 100)
+
+    pruning = (partial(prune_all, connect(), limit=150) for _ in range(4))
+    assert sum(oracle.together(pruning)) == 3000
+    assert left(conn) == 100
+    assert oracle.prune(conn) == 0
+    oracle.check(conn)
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_pruning_passes_by_what_is_being_retried(connect: Connect, rolled_back: bool) -> None:
+    conn, operator, pruner = connect(), connect(), connect()
+    retried, other = failed(conn), failed(conn)
+    age(conn, days=31)
+    with operator.transaction(force_rollback=rolled_back):
+        assert oracle.retry(operator, retried) == retried
+        assert oracle.at_once(conn, pruner, partial(oracle.prune, pruner)) == 1
+        retry = partial(oracle.retry, pruner, other)
+        assert oracle.at_once(conn, pruner, partial(oracle.outcome, retry)) == "TS404"
+    assert oracle.prune(pruner) == (1 if rolled_back else 0)
+    oracle.check(conn)
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_a_retry_waits_for_an_open_pruning(connect: Connect, rolled_back: bool) -> None:
+    conn, operator, pruner = connect(), connect(), connect()
+    task_id = failed(conn)
+    age(conn, days=31)
+    with pruner.transaction(force_rollback=rolled_back):
+        assert oracle.prune(pruner) == 1
+        retry = partial(oracle.retry, operator, task_id)
+        call = oracle.Call(conn, operator, partial(oracle.outcome, retry))
+        assert call.waits
+    assert call.result() == (task_id if rolled_back else "TS404")
+    oracle.check(conn)
+
+
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
         *(
             (mutant, partial(prune_beside_work, rows=4000))
             for mutant in (
-                mutants.PRUNE_OF_ANY_AGE,
+                PRUNE_OF_ANY_AGE,
                 PRUNE_OF_ONE_QUEUE,
                 PRUNE_OF_FAILED_AS_COMPLETED,
             )
         ),
+        (PRUNE_OF_ANY_AGE, test_four_sessions_prune_every_task_once),
+        (PRUNE_THAT_WAITS, test_two_open_prunings_share_the_work),
         (COMPLETION_THAT_STORES, test_a_queue_that_keeps_no_completed_tasks_never_stores_one),
         (BATCH_COMPLETION_THAT_STORES, test_a_queue_that_keeps_no_completed_tasks_never_stores_one),
     ],

@@ -14,9 +14,7 @@ import oracle
 import psycopg
 import pytest
 from mutants import Mutant
-from oracle import Claim, Connect
-
-Use = Callable[[psycopg.Connection, Claim], Any]
+from oracle import Claim, Connect, Use
 
 
 @pytest.fixture(autouse=True)
@@ -24,55 +22,36 @@ def log(conn: psycopg.Connection) -> None:
     oracle.install(conn)
 
 
-def complete_in_batch(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.complete_batch(session, [held])
-    return outcome
-
-
-def fail_in_batch(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.fail_batch(session, [held])
-    return outcome
-
-
-def release_in_batch(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.release_batch(session, [held])
-    return outcome
-
-
-def extend(session: psycopg.Connection, held: Claim) -> str:
-    [outcome] = oracle.extend(session, [held])
-    return outcome
-
-
-def extend_one(session: psycopg.Connection, held: Claim) -> bool:
-    return oracle.extend_one(session, held) > held.lease_expires_at
-
-
 # What the holder of a claim may call, and the answer when the claim is over.
 REFUSALS: dict[Use, Any] = {
     oracle.hold: "TS409",
     oracle.complete: "TS409",
-    complete_in_batch: "stale",
+    oracle.complete_in_batch: "stale",
     oracle.fail: "TS409",
-    fail_in_batch: "stale",
+    oracle.fail_in_batch: "stale",
     oracle.release: "TS409",
-    release_in_batch: "stale",
-    extend: "lost",
-    extend_one: "TS409",
+    oracle.release_in_batch: "stale",
+    oracle.extend_in_batch: "lost",
+    oracle.lengthen: "TS409",
 }
 # Those that change the task: the answer to the holder, then the task's status and attempt.
 USES: dict[Use, tuple[Any, str, int]] = {
     oracle.complete: (True, "completed", 1),
-    complete_in_batch: ("completed", "completed", 1),
+    oracle.complete_in_batch: ("completed", "completed", 1),
     oracle.fail: ("queued", "queued", 1),
-    fail_in_batch: ("queued", "queued", 1),
+    oracle.fail_in_batch: ("queued", "queued", 1),
     oracle.release: (None, "queued", 0),
-    release_in_batch: ("queued", "queued", 0),
-    extend: ("extended", "processing", 1),
-    extend_one: (True, "processing", 1),
+    oracle.release_in_batch: ("queued", "queued", 0),
+    oracle.extend_in_batch: ("extended", "processing", 1),
+    oracle.lengthen: (True, "processing", 1),
 }
-WAITING: list[Use] = [oracle.complete, oracle.fail, oracle.release, extend_one]
-BATCHES: list[Use] = [complete_in_batch, fail_in_batch, release_in_batch, extend]
+WAITING: list[Use] = [oracle.complete, oracle.fail, oracle.release, oracle.lengthen]
+BATCHES: list[Use] = [
+    oracle.complete_in_batch,
+    oracle.fail_in_batch,
+    oracle.release_in_batch,
+    oracle.extend_in_batch,
+]
 
 
 def claim_one(session: psycopg.Connection, **options: Any) -> Claim:
@@ -116,10 +95,10 @@ ENDINGS: list[Use] = [
     reaped_and_completed_by_another,
     reaped_at_the_last_attempt,
     oracle.release,
-    release_in_batch,
+    oracle.release_in_batch,
     released_and_claimed_again,
     oracle.fail,
-    fail_in_batch,
+    oracle.fail_in_batch,
     failed_for_good,
 ]
 
@@ -142,13 +121,13 @@ def test_a_claim_that_is_over_changes_nothing(connect: Connect, end: Use) -> Non
     oracle.check(conn)
 
 
-@pytest.mark.parametrize("complete", [oracle.complete, complete_in_batch])
+@pytest.mark.parametrize("complete", [oracle.complete, oracle.complete_in_batch])
 def test_a_completed_claim_may_only_be_completed_again(connect: Connect, complete: Use) -> None:
     conn = connect()
     oracle.enqueue(conn)
     held = claim_one(conn)
     assert complete(conn, held) in {True, "completed"}
-    refuse(conn, held, {**REFUSALS, oracle.complete: False, complete_in_batch: "already"})
+    refuse(conn, held, {**REFUSALS, oracle.complete: False, oracle.complete_in_batch: "already"})
     oracle.check(conn)
 
 
@@ -405,7 +384,7 @@ def test_two_reapers_share_the_work(connect: Connect) -> None:
                 mutants.BATCH_LOCK_WITHOUT_TOKEN,
                 partial(test_a_stale_claim_in_a_batch_holds_up_nobody, use=use),
             )
-            for use in (fail_in_batch, release_in_batch)
+            for use in (oracle.fail_in_batch, oracle.release_in_batch)
         ),
         (mutants.BATCH_LOCK_THAT_WAITS, test_a_batch_failure_never_waits),
         (mutants.BATCH_LOCK_THAT_WAITS, test_a_batch_release_never_waits),
@@ -413,7 +392,9 @@ def test_two_reapers_share_the_work(connect: Connect) -> None:
         (mutants.BATCH_EXTENSION_THAT_WAITS, test_a_batch_extension_never_waits),
         (
             mutants.REAP_BY_ID_ONLY,
-            partial(test_reaping_passes_by_what_its_holder_is_acting_on, use=extend),
+            partial(
+                test_reaping_passes_by_what_its_holder_is_acting_on, use=oracle.extend_in_batch
+            ),
         ),
         (mutants.REAP_WITHOUT_TASK_LOCK, test_reaping_passes_by_tasks_whose_lock_is_held),
         (

@@ -502,7 +502,8 @@ def test_what_ends_after_its_time_has_no_effect(dsn: str, conn: psycopg.Connecti
     with running(worker):
         done = wait_for(conn, task_id, "completed")
     assert cancelled.is_set()
-    assert (done.attempt, done.last_error) == (2, "timed out after 0.1 s")
+    assert done.attempt == 2
+    assert "timed out after 0.1 s" in (done.last_error or "")
     assert written(conn) == [task_id]
 
 

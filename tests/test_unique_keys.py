@@ -160,7 +160,7 @@ def test_eight_sessions_enqueue_the_same_keys_in_batches(connect: Connect) -> No
     def enqueue(seed: int) -> dict[str, int]:
         session, random = connect(), Random(seed)
         ids: dict[str, int] = {}
-        for _ in range(200):
+        for _ in range(60):
             keys = random.sample(KEYS, 49)
             keys.append(random.choice(keys))
             for key, task_id in zip(keys, batch(session, keys), strict=True):

@@ -440,7 +440,7 @@ end;
 $$;
 
 comment on function pgsched._raise_read_only is
-  'Raises 25006, for what would take an advisory lock before it writes.';
+  'Raises 25006, for what would take an advisory lock, or find nothing to do, before it writes.';
 
 revoke all on function pgsched._raise_read_only from public;
 
@@ -594,7 +594,9 @@ comment on function pgsched._raise_not_current is
 
 revoke all on function pgsched._raise_not_current from public;
 
--- How tasks end or come back, other than by completion, which has its own statement for speed.
+-- How tasks end or come back, other than by completion, which has its own statement for speed. Rows
+-- are found by any (p_ids), here and in the batch calls: a plan made from statistics of an empty
+-- table would otherwise join by reading all of it.
 
 create function pgsched._finish_tasks(
     p_ids bigint[], p_errors text[], p_status text, p_now timestamptz)
@@ -604,7 +606,7 @@ as $$
   with ended as (
     delete from pgsched.scheduled_tasks as t
      using unnest(p_ids, p_errors) as g (id, error)
-     where t.id = g.id
+     where t.id = any (p_ids) and t.id = g.id
     returning t.*, g.error)
   insert into pgsched.finished_tasks (
          id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
@@ -633,7 +635,7 @@ as $$
          claim_token = null, claimed_by = null, claimed_at = null, lease_expires_at = null,
          last_error = coalesce(g.error, t.last_error)
     from unnest(p_ids, p_errors, p_run_at) as g (id, error, run_at)
-   where t.id = g.id
+   where t.id = any (p_ids) and t.id = g.id
 $$;
 
 comment on function pgsched._requeue_tasks is
@@ -710,6 +712,7 @@ begin
                       from unnest(p_ids, p_errors, p_retry_seconds, p_permanent)
                              as g (id, error, retry_seconds, permanent)
                       join pgsched.scheduled_tasks as t on t.id = g.id
+                     where t.id = any (p_ids)
                     offset 0) as a) as j
      group by j.status
   loop
@@ -745,6 +748,7 @@ begin
            array_agg(greatest(g.run_at, v_now) order by t.id) as run_at
       from unnest(p_ids, p_run_at) as g (id, run_at)
       join pgsched.scheduled_tasks as t on t.id = g.id
+     where t.id = any (p_ids)
      group by t.cancel_requested_at is not null
   loop
     if v_group.cancelled then
@@ -842,13 +846,16 @@ declare
   v_now timestamptz;
   v_id bigint;
 begin
+  -- An argument may bring a collation, by which the indexes are not sorted.
   select coalesce(q.max_attempts, 20) as max_attempts,
          coalesce(q.max_payload_bytes, 1048576) as max_payload_bytes,
          coalesce(q.notify, true) and exists (
-           select from pgsched.listeners as l where l.queue = p_queue) as notify
+           select
+             from pgsched.listeners as l
+            where l.queue = p_queue collate "default") as notify
     into v_settings
     from (select) as always
-    left join pgsched.queues as q on q.name = p_queue;
+    left join pgsched.queues as q on q.name = p_queue collate "default";
   v_fault := pgsched._task_fault(
     p_task_type, octet_length(p_payload::text), p_queue, p_run_at, p_priority, p_max_attempts,
     p_unique_key, p_concurrency_key, v_settings.max_payload_bytes);
@@ -911,7 +918,8 @@ begin
     -- Not found means that the task that had the key ended between the two statements.
     select t.id into v_id
       from pgsched.scheduled_tasks as t
-     where t.queue = p_queue and t.unique_key = p_unique_key;
+     where t.queue = p_queue collate "default"
+       and t.unique_key = p_unique_key collate "default";
     exit when found;
   end loop;
   return v_id;
@@ -1132,9 +1140,11 @@ declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
   v_counts boolean := random() < 1.0 / 16;
   v_now timestamptz;
+  -- An argument may bring a collation, by which the indexes are not sorted.
+  v_queue text collate "default";
 begin
   p_worker := pgsched._name('p_worker', p_worker);
-  p_queue := pgsched._name('p_queue', p_queue);
+  v_queue := pgsched._name('p_queue', p_queue);
   if (p_limit between 1 and 100) is not true then
     raise exception using
       errcode = 'TS400',
@@ -1160,13 +1170,13 @@ begin
                               where not exists (
                                     select
                                       from pgsched.queues as q
-                                     where q.name = p_queue and q.paused)
+                                     where q.name = v_queue and q.paused)
                               order by p.level
                              offset 0) as levels
                       cross join lateral (
                             select s.id
                               from pgsched.scheduled_tasks as s
-                             where s.queue = p_queue
+                             where s.queue = v_queue
                                and s.priority = levels.priority
                                and s.status = 'queued'
                                and s.run_at <= v_now
@@ -1179,7 +1189,7 @@ begin
   select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
          c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
          case when v_counts then 16 * greatest(0, (
-           select pgsched._due_up_to(p_queue, l.priority, l.run_at, l.id, v_now)
+           select pgsched._due_up_to(v_queue, l.priority, l.run_at, l.id, v_now)
              from claimed as l
             order by l.priority desc, l.run_at desc, l.id desc
             limit 1) - (select count(*) from claimed))
@@ -1346,7 +1356,9 @@ begin
          e.lease_expires_at
     from given as g
     left join extended as e on e.id = g.id and e.claim_token = g.claim_token
-    left join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
+    left join (
+         select s.id, s.claim_token from pgsched.scheduled_tasks as s where s.id = any (p_ids)) as t
+           on t.id = g.id and t.claim_token = g.claim_token
    order by g.position;
 end;
 $$;
@@ -1376,6 +1388,7 @@ create function pgsched.complete_task(
 as $$
 declare
   v_completed boolean;
+  v_finished record;
 begin
   p_id := pgsched._lock_task(p_id);
 
@@ -1402,9 +1415,11 @@ begin
     return true;
   end if;
 
-  if not exists (
-    select from pgsched.finished_tasks as f
-     where f.id = p_id and f.claim_token = p_claim_token and f.status = 'completed') then
+  -- Found by its id alone: whatever the statistics say, no other index is read.
+  select f.claim_token, f.status into v_finished
+    from pgsched.finished_tasks as f
+   where f.id = p_id;
+  if (v_finished.claim_token = p_claim_token and v_finished.status = 'completed') is not true then
     perform pgsched._raise_not_current(p_id, p_claim_token);
   end if;
   return false;
@@ -1482,8 +1497,14 @@ begin
          end
     from given as g
     left join ended as e on e.id = g.id and e.claim_token = g.claim_token
-    left join pgsched.scheduled_tasks as t on t.id = g.id
-    left join pgsched.finished_tasks as f on f.id = g.id
+    left join (
+         select s.id, s.claim_token
+           from pgsched.scheduled_tasks as s
+          where s.id = any (p_ids)) as t on t.id = g.id
+    left join (
+         select s.id, s.claim_token, s.status
+           from pgsched.finished_tasks as s
+          where s.id = any (p_ids)) as f on f.id = g.id
    order by g.position;
 end;
 $$;
@@ -1576,7 +1597,7 @@ begin
     select g.*
       from given as g
       join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
-     where g.id = any (v_locked) and g.repetition = 1),
+     where t.id = any (v_locked) and g.repetition = 1),
   ended as materialized (
     select c.position, e.status, e.run_at
       from pgsched._end_attempts(
@@ -1595,8 +1616,12 @@ begin
          e.run_at
     from given as g
     left join ended as e on e.position = g.position
-    left join pgsched.scheduled_tasks as t on t.id = g.id
-    left join pgsched.finished_tasks as f on f.id = g.id
+    left join (
+         select s.id, s.claim_token
+           from pgsched.scheduled_tasks as s
+          where s.id = any (p_ids)) as t on t.id = g.id
+    left join (
+         select s.id from pgsched.finished_tasks as s where s.id = any (p_ids)) as f on f.id = g.id
    order by g.position;
 end;
 $$;
@@ -1672,7 +1697,7 @@ begin
     select g.*
       from given as g
       join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
-     where g.id = any (v_locked) and g.repetition = 1),
+     where t.id = any (v_locked) and g.repetition = 1),
   ended as materialized (
     select c.position, e.status
       from pgsched._release_claims(
@@ -1691,8 +1716,12 @@ begin
          end
     from given as g
     left join ended as e on e.position = g.position
-    left join pgsched.scheduled_tasks as t on t.id = g.id
-    left join pgsched.finished_tasks as f on f.id = g.id
+    left join (
+         select s.id, s.claim_token
+           from pgsched.scheduled_tasks as s
+          where s.id = any (p_ids)) as t on t.id = g.id
+    left join (
+         select s.id from pgsched.finished_tasks as s where s.id = any (p_ids)) as f on f.id = g.id
    order by g.position;
 end;
 $$;
@@ -1724,8 +1753,21 @@ begin
       hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
   end if;
 
-  -- A killed worker cannot sign off: nobody waits for its NOTIFY after 5 minutes, and nobody needs
-  -- its row after a day.
+  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
+  values (p_name, p_queues, p_slots, v_now, v_now)
+  on conflict (name) do update
+     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at
+  returning w.id into v_id;
+
+  -- A killed worker cannot sign off: nobody needs its row after a day, and nobody waits for its
+  -- NOTIFY after 5 minutes. In this order, own row first, calls at the same time cannot deadlock.
+  delete from pgsched.workers as w
+   where w.id in (
+         select o.id
+           from pgsched.workers as o
+          where o.seen_at < v_now - interval '1 day'
+          order by o.id
+            for update skip locked);
   delete from pgsched.listeners as l
    where (l.queue, l.worker_id) in (
          select o.queue, o.worker_id
@@ -1734,19 +1776,6 @@ begin
           where w.seen_at < v_now - interval '5 minutes'
           order by o.queue, o.worker_id
             for update of o skip locked);
-  delete from pgsched.workers as w
-   where w.id in (
-         select o.id
-           from pgsched.workers as o
-          where o.seen_at < v_now - interval '1 day'
-          order by o.id
-            for update skip locked);
-
-  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
-  values (p_name, p_queues, p_slots, v_now, v_now)
-  on conflict (name) do update
-     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at
-  returning w.id into v_id;
   return v_id;
 end;
 $$;
@@ -1828,10 +1857,11 @@ declare
   v_status text;
 begin
   loop
-    delete from pgsched.finished_tasks as f
-     where f.id = p_id and f.status in ('failed', 'cancelled')
-    returning f.* into v_task;
-    exit when found;
+    select f.* into v_task
+      from pgsched.finished_tasks as f
+     where f.id = p_id
+       for update;
+    exit when v_task.status in ('failed', 'cancelled');
 
     -- Failed or cancelled, and yet not found above: it ended again between the two statements.
     v_status := pgsched._status(p_id);
@@ -1841,7 +1871,8 @@ begin
     end if;
   end loop;
 
-  -- The delete has given this transaction its id: the clock is read after that.
+  -- The row lock has given this transaction its id: the clock is read after that.
+  delete from pgsched.finished_tasks as f where f.id = p_id;
   insert into pgsched.scheduled_tasks (
          id, queue, task_type, payload, priority, run_at, max_attempts, unique_key,
          concurrency_key, last_error, created_at)
@@ -1889,10 +1920,11 @@ begin
 
   -- The row first, which may have to wait and gives this transaction its id; then the clock.
   loop
-    perform from pgsched.scheduled_tasks as t
-      where t.id = p_id and t.status = 'queued'
-        for no key update;
-    exit when found;
+    select t.status into v_status
+      from pgsched.scheduled_tasks as t
+     where t.id = p_id
+       for no key update;
+    exit when v_status = 'queued';
 
     -- Queued, and yet not found above: it came back between the two statements.
     v_status := pgsched._status(p_id);
@@ -2006,7 +2038,7 @@ begin
   p_queue := pgsched._name('p_queue', p_queue);
   update pgsched.queues as q
      set paused = false
-   where q.name = p_queue and q.paused;
+   where q.name = p_queue collate "default" and q.paused;
 end;
 $$;
 
@@ -2158,7 +2190,7 @@ begin
       v_step := least(2 * v_step, 100);
     end loop;
     v_time_left := v_time_left - (clock_timestamp() - v_start);
-    exit when v_deleted = p_limit;
+    exit when v_deleted = p_limit or clock_timestamp() > v_now + interval '1 second';
   end loop;
   return v_deleted;
 end;

@@ -23,9 +23,11 @@ declare
   v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
   v_counts boolean := random() < 1.0 / 16;
   v_now timestamptz;
+  -- An argument may bring a collation, by which the indexes are not sorted.
+  v_queue text collate "default";
 begin
   p_worker := pgsched._name('p_worker', p_worker);
-  p_queue := pgsched._name('p_queue', p_queue);
+  v_queue := pgsched._name('p_queue', p_queue);
   if (p_limit between 1 and 100) is not true then
     raise exception using
       errcode = 'TS400',
@@ -51,13 +53,13 @@ begin
                               where not exists (
                                     select
                                       from pgsched.queues as q
-                                     where q.name = p_queue and q.paused)
+                                     where q.name = v_queue and q.paused)
                               order by p.level
                              offset 0) as levels
                       cross join lateral (
                             select s.id
                               from pgsched.scheduled_tasks as s
-                             where s.queue = p_queue
+                             where s.queue = v_queue
                                and s.priority = levels.priority
                                and s.status = 'queued'
                                and s.run_at <= v_now
@@ -70,7 +72,7 @@ begin
   select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
          c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
          case when v_counts then 16 * greatest(0, (
-           select pgsched._due_up_to(p_queue, l.priority, l.run_at, l.id, v_now)
+           select pgsched._due_up_to(v_queue, l.priority, l.run_at, l.id, v_now)
              from claimed as l
             order by l.priority desc, l.run_at desc, l.id desc
             limit 1) - (select count(*) from claimed))

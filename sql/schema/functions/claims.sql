@@ -13,7 +13,7 @@ end;
 $$;
 
 comment on function pgsched._raise_read_only is
-  'Raises 25006, for what would take an advisory lock before it writes.';
+  'Raises 25006, for what would take an advisory lock, or find nothing to do, before it writes.';
 
 revoke all on function pgsched._raise_read_only from public;
 

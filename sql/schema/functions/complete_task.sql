@@ -15,6 +15,7 @@ create function pgsched.complete_task(
 as $$
 declare
   v_completed boolean;
+  v_finished record;
 begin
   p_id := pgsched._lock_task(p_id);
 
@@ -41,9 +42,11 @@ begin
     return true;
   end if;
 
-  if not exists (
-    select from pgsched.finished_tasks as f
-     where f.id = p_id and f.claim_token = p_claim_token and f.status = 'completed') then
+  -- Found by its id alone: whatever the statistics say, no other index is read.
+  select f.claim_token, f.status into v_finished
+    from pgsched.finished_tasks as f
+   where f.id = p_id;
+  if (v_finished.claim_token = p_claim_token and v_finished.status = 'completed') is not true then
     perform pgsched._raise_not_current(p_id, p_claim_token);
   end if;
   return false;

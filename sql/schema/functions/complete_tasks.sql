@@ -61,8 +61,14 @@ begin
          end
     from given as g
     left join ended as e on e.id = g.id and e.claim_token = g.claim_token
-    left join pgsched.scheduled_tasks as t on t.id = g.id
-    left join pgsched.finished_tasks as f on f.id = g.id
+    left join (
+         select s.id, s.claim_token
+           from pgsched.scheduled_tasks as s
+          where s.id = any (p_ids)) as t on t.id = g.id
+    left join (
+         select s.id, s.claim_token, s.status
+           from pgsched.finished_tasks as s
+          where s.id = any (p_ids)) as f on f.id = g.id
    order by g.position;
 end;
 $$;

@@ -19,13 +19,16 @@ declare
   v_now timestamptz;
   v_id bigint;
 begin
+  -- An argument may bring a collation, by which the indexes are not sorted.
   select coalesce(q.max_attempts, 20) as max_attempts,
          coalesce(q.max_payload_bytes, 1048576) as max_payload_bytes,
          coalesce(q.notify, true) and exists (
-           select from pgsched.listeners as l where l.queue = p_queue) as notify
+           select
+             from pgsched.listeners as l
+            where l.queue = p_queue collate "default") as notify
     into v_settings
     from (select) as always
-    left join pgsched.queues as q on q.name = p_queue;
+    left join pgsched.queues as q on q.name = p_queue collate "default";
   v_fault := pgsched._task_fault(
     p_task_type, octet_length(p_payload::text), p_queue, p_run_at, p_priority, p_max_attempts,
     p_unique_key, p_concurrency_key, v_settings.max_payload_bytes);
@@ -88,7 +91,8 @@ begin
     -- Not found means that the task that had the key ended between the two statements.
     select t.id into v_id
       from pgsched.scheduled_tasks as t
-     where t.queue = p_queue and t.unique_key = p_unique_key;
+     where t.queue = p_queue collate "default"
+       and t.unique_key = p_unique_key collate "default";
     exit when found;
   end loop;
   return v_id;

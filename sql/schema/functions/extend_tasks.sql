@@ -48,7 +48,9 @@ begin
          e.lease_expires_at
     from given as g
     left join extended as e on e.id = g.id and e.claim_token = g.claim_token
-    left join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
+    left join (
+         select s.id, s.claim_token from pgsched.scheduled_tasks as s where s.id = any (p_ids)) as t
+           on t.id = g.id and t.claim_token = g.claim_token
    order by g.position;
 end;
 $$;

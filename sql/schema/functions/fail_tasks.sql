@@ -40,7 +40,7 @@ begin
     select g.*
       from given as g
       join pgsched.scheduled_tasks as t on t.id = g.id and t.claim_token = g.claim_token
-     where g.id = any (v_locked) and g.repetition = 1),
+     where t.id = any (v_locked) and g.repetition = 1),
   ended as materialized (
     select c.position, e.status, e.run_at
       from pgsched._end_attempts(
@@ -59,8 +59,12 @@ begin
          e.run_at
     from given as g
     left join ended as e on e.position = g.position
-    left join pgsched.scheduled_tasks as t on t.id = g.id
-    left join pgsched.finished_tasks as f on f.id = g.id
+    left join (
+         select s.id, s.claim_token
+           from pgsched.scheduled_tasks as s
+          where s.id = any (p_ids)) as t on t.id = g.id
+    left join (
+         select s.id from pgsched.finished_tasks as s where s.id = any (p_ids)) as f on f.id = g.id
    order by g.position;
 end;
 $$;

@@ -1,4 +1,6 @@
--- How tasks end or come back, other than by completion, which has its own statement for speed.
+-- How tasks end or come back, other than by completion, which has its own statement for speed. Rows
+-- are found by any (p_ids), here and in the batch calls: a plan made from statistics of an empty
+-- table would otherwise join by reading all of it.
 
 create function pgsched._finish_tasks(
     p_ids bigint[], p_errors text[], p_status text, p_now timestamptz)
@@ -8,7 +10,7 @@ as $$
   with ended as (
     delete from pgsched.scheduled_tasks as t
      using unnest(p_ids, p_errors) as g (id, error)
-     where t.id = g.id
+     where t.id = any (p_ids) and t.id = g.id
     returning t.*, g.error)
   insert into pgsched.finished_tasks (
          id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
@@ -37,7 +39,7 @@ as $$
          claim_token = null, claimed_by = null, claimed_at = null, lease_expires_at = null,
          last_error = coalesce(g.error, t.last_error)
     from unnest(p_ids, p_errors, p_run_at) as g (id, error, run_at)
-   where t.id = g.id
+   where t.id = any (p_ids) and t.id = g.id
 $$;
 
 comment on function pgsched._requeue_tasks is
@@ -114,6 +116,7 @@ begin
                       from unnest(p_ids, p_errors, p_retry_seconds, p_permanent)
                              as g (id, error, retry_seconds, permanent)
                       join pgsched.scheduled_tasks as t on t.id = g.id
+                     where t.id = any (p_ids)
                     offset 0) as a) as j
      group by j.status
   loop
@@ -149,6 +152,7 @@ begin
            array_agg(greatest(g.run_at, v_now) order by t.id) as run_at
       from unnest(p_ids, p_run_at) as g (id, run_at)
       join pgsched.scheduled_tasks as t on t.id = g.id
+     where t.id = any (p_ids)
      group by t.cancel_requested_at is not null
   loop
     if v_group.cancelled then

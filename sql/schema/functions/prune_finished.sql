@@ -77,7 +77,7 @@ begin
       v_step := least(2 * v_step, 100);
     end loop;
     v_time_left := v_time_left - (clock_timestamp() - v_start);
-    exit when v_deleted = p_limit;
+    exit when v_deleted = p_limit or clock_timestamp() > v_now + interval '1 second';
   end loop;
   return v_deleted;
 end;

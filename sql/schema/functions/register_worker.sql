@@ -17,8 +17,21 @@ begin
       hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
   end if;
 
-  -- A killed worker cannot sign off: nobody waits for its NOTIFY after 5 minutes, and nobody needs
-  -- its row after a day.
+  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
+  values (p_name, p_queues, p_slots, v_now, v_now)
+  on conflict (name) do update
+     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at
+  returning w.id into v_id;
+
+  -- A killed worker cannot sign off: nobody needs its row after a day, and nobody waits for its
+  -- NOTIFY after 5 minutes. In this order, own row first, calls at the same time cannot deadlock.
+  delete from pgsched.workers as w
+   where w.id in (
+         select o.id
+           from pgsched.workers as o
+          where o.seen_at < v_now - interval '1 day'
+          order by o.id
+            for update skip locked);
   delete from pgsched.listeners as l
    where (l.queue, l.worker_id) in (
          select o.queue, o.worker_id
@@ -27,19 +40,6 @@ begin
           where w.seen_at < v_now - interval '5 minutes'
           order by o.queue, o.worker_id
             for update of o skip locked);
-  delete from pgsched.workers as w
-   where w.id in (
-         select o.id
-           from pgsched.workers as o
-          where o.seen_at < v_now - interval '1 day'
-          order by o.id
-            for update skip locked);
-
-  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
-  values (p_name, p_queues, p_slots, v_now, v_now)
-  on conflict (name) do update
-     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at
-  returning w.id into v_id;
   return v_id;
 end;
 $$;

@@ -20,10 +20,11 @@ begin
 
   -- The row first, which may have to wait and gives this transaction its id; then the clock.
   loop
-    perform from pgsched.scheduled_tasks as t
-      where t.id = p_id and t.status = 'queued'
-        for no key update;
-    exit when found;
+    select t.status into v_status
+      from pgsched.scheduled_tasks as t
+     where t.id = p_id
+       for no key update;
+    exit when v_status = 'queued';
 
     -- Queued, and yet not found above: it came back between the two statements.
     v_status := pgsched._status(p_id);

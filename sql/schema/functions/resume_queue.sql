@@ -8,7 +8,7 @@ begin
   p_queue := pgsched._name('p_queue', p_queue);
   update pgsched.queues as q
      set paused = false
-   where q.name = p_queue and q.paused;
+   where q.name = p_queue collate "default" and q.paused;
 end;
 $$;
 

@@ -10,10 +10,11 @@ declare
   v_status text;
 begin
   loop
-    delete from pgsched.finished_tasks as f
-     where f.id = p_id and f.status in ('failed', 'cancelled')
-    returning f.* into v_task;
-    exit when found;
+    select f.* into v_task
+      from pgsched.finished_tasks as f
+     where f.id = p_id
+       for update;
+    exit when v_task.status in ('failed', 'cancelled');
 
     -- Failed or cancelled, and yet not found above: it ended again between the two statements.
     v_status := pgsched._status(p_id);
@@ -23,7 +24,8 @@ begin
     end if;
   end loop;
 
-  -- The delete has given this transaction its id: the clock is read after that.
+  -- The row lock has given this transaction its id: the clock is read after that.
+  delete from pgsched.finished_tasks as f where f.id = p_id;
   insert into pgsched.scheduled_tasks (
          id, queue, task_type, payload, priority, run_at, max_attempts, unique_key,
          concurrency_key, last_error, created_at)
