@@ -61,8 +61,12 @@ ENQUEUE_IN_INPUT_ORDER = Mutant(
 CANCEL_WITH_TASK_LOCK = Mutant(
     "cancel_task", "  loop\n", "  p_id := pgsched._lock_task(p_id);\n  loop\n"
 )
-RETRY_OF_ANY_STATUS = Mutant("retry_task", "and f.status in ('failed', 'cancelled')", "")
-RESCHEDULE_OF_ANY_STATUS = Mutant("reschedule_task", "and t.status = 'queued'", "")
+RETRY_OF_ANY_STATUS = Mutant(
+    "retry_task", "exit when v_task.status in ('failed', 'cancelled')", "exit when found"
+)
+RESCHEDULE_OF_ANY_STATUS = Mutant(
+    "reschedule_task", "exit when v_status = 'queued'", "exit when found"
+)
 
 
 def install(conn: psycopg.Connection, mutant: Mutant) -> None:

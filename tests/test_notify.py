@@ -18,7 +18,7 @@ from workers import PATIENCE, wait_until
 
 NOTIFY_UNHEARD = Mutant(
     "enqueue_task",
-    "and exists (\n           select from pgsched.listeners as l where l.queue = p_queue)",
+    'and exists (\n           select\n             from pgsched.listeners as l\n            where l.queue = p_queue collate "default")',
     "",
 )
 NOTIFY_THOUGH_OFF = Mutant("enqueue_task", "coalesce(q.notify, true) and", "")
