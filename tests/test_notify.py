@@ -16,11 +16,7 @@ from mutants import Mutant
 from oracle import Connect
 from workers import PATIENCE, wait_until
 
-NOTIFY_UNHEARD = Mutant(
-    "enqueue_task",
-    'and exists (\n           select\n             from pgsched.listeners as l\n            where l.queue = p_queue collate "default")',
-    "",
-)
+NOTIFY_UNHEARD = Mutant("enqueue_task", "and exists (", "or not exists (")
 NOTIFY_THOUGH_OFF = Mutant("enqueue_task", "coalesce(q.notify, true) and", "")
 NOTIFY_TOO_EARLY = Mutant("enqueue_task", "v_settings.notify and p_run_at = v_now", "true")
 NOTIFY_ALL = Mutant("enqueue_tasks", "t.queue = l.queue and", "")
