@@ -11,7 +11,7 @@ help: ## this list
 	@echo "pgsched: make ..."
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/demo.done ## a minute of real work on a private PostgreSQL
+demo: .venv/demo.done ## real work on a private PostgreSQL, for some seconds
 	@exec $(BIN)/pgsched demo
 
 test: .venv/pgtap/pgtap.sql .venv/dev.done lint types check-migration pgtap pytest ## everything that has to pass

@@ -360,7 +360,9 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
                 delay = error.delay if isinstance(error.delay, timedelta) else None
         if isinstance(error, Snooze) and delay is not None:
             return Outcome(claim, "released", delay=delay)
-        if not (claim.cancelled.is_set() and isinstance(error, asyncio.CancelledError)):
+        if not (
+            claim.cancelled.is_set() and isinstance(error, asyncio.CancelledError | TimeoutError)
+        ):
             _log_failure(claim, error)
         if isinstance(error, Retry):
             return Outcome(claim, "failed", error=error_text(error), delay=delay)

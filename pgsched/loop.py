@@ -315,7 +315,10 @@ class Loop:
             claim = self._held.get(token)
             if now >= deadline and claim is not None and token not in self._unreported:
                 error = f"timed out after {self._handlers[claim.task_type].timeout:g} s"
-                log.warning("attempt failed: task=%d error=%r", claim.id, error)
+                log.warning(
+                    "attempt failed: task=%d task_type=%s attempt=%d/%d error=%r",
+                    *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, error),
+                )
                 self._unreported[token] = Outcome(claim, "failed", error=error)
                 self._executor.cancel(claim)
         return now + TIMEOUT_SECONDS
