@@ -134,7 +134,7 @@ class Loop:
         self._steps = (
             self._extension,
             Step(self._time_out, lambda: bool(self._executor.deadlines), now),
-            Step(self._give_back, lambda: bool(self._executor.waiting), now),
+            Step(self._give_back, lambda: bool(self._executor.waiting) and not drain, now),
             Step(self._report, lambda: bool(self._unreported), now),
             Step(self._register, lambda: True, now),
             Step(self._announce, lambda: not self._stopping, now),
@@ -253,12 +253,17 @@ class Loop:
         """How many more claims can begin now or soon: what cannot be reported keeps its slot."""
         prefetch = min(PREFETCH, int(self._rate * PREFETCH_SECONDS))
         waiting = len(self._executor.waiting)
+        if waiting > PREFETCH:
+            return 0
+        if self._executor.out_of_connections:
+            # What waits for a connection takes no slot.
+            claims = [claim for claim, _ in list(self._executor.waiting.values())]
+            waiting = sum(not self._handlers[c.task_type].takes_connection for c in claims)
         if waiting > prefetch // 2:
             return 0  # later, and then more at once
-        used = self.running + waiting + len(self._unreported)
-        free = self._settings.concurrency + prefetch - used
-        # What is claimed then may have to wait although there are slots.
-        return min(free, max(1, prefetch)) if self._executor.out_of_connections else free
+        return (
+            self._settings.concurrency + prefetch - self.running - waiting - len(self._unreported)
+        )
 
     def _receive(self, wait: float) -> None:
         """Sleep so long [s], less when a message comes; take over all that are there."""
@@ -313,14 +318,17 @@ class Loop:
         now = time.monotonic()
         for token, deadline in list(self._executor.deadlines.items()):
             claim = self._held.get(token)
-            if now >= deadline and claim is not None and token not in self._unreported:
+            if now < deadline or claim is None or token in self._unreported:
+                continue
+            self._executor.cancel(claim)
+            # Given back before its transaction ends, nobody could claim it: it fails then.
+            if token not in self._transactions.held:
                 error = f"timed out after {self._handlers[claim.task_type].timeout:g} s"
                 log.warning(
                     "attempt failed: task=%d task_type=%s attempt=%d/%d error=%r",
                     *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, error),
                 )
                 self._unreported[token] = Outcome(claim, "failed", error=error)
-                self._executor.cancel(claim)
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
@@ -447,13 +455,16 @@ class Loop:
                 share.turn = max(share.turn, self._served_turn)
         due.sort(key=lambda each: each[1].turn)
         self._served_turn = due[0][1].turn
+        # So few that the limit of a batch does not even out the weights.
+        room = min(self._free(), int(BATCH * weights / max(share.weight for _, share in due)))
         for queue, share in due:
-            free = self._free()
+            free = min(room, self._free())
             if free <= 0 or (self._held and time.monotonic() >= self._extension.at):
                 break
             limit = min(BATCH, math.ceil(free * share.weight / weights))
             weights -= share.weight
             claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
+            room -= len(claims)
             share.turn += len(claims) / share.weight
             share.empty = len(claims) < limit
             if share.empty:

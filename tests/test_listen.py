@@ -28,6 +28,12 @@ Connect = Callable[..., psycopg.Connection]
 SELDOM = 3600.0
 
 
+@pytest.fixture(autouse=True)
+def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers say that they listen when they have been idle for a fifth of a second."""
+    monkeypatch.setattr(loop, "IDLE_SECONDS", 0.2)
+
+
 def idle_worker(dsn: str, **options: Any) -> Worker:
     """A worker that polls about once an hour, with a handler for `noop`."""
     worker = quick(dsn, **{"poll_interval": SELDOM, **options})

@@ -25,14 +25,15 @@ from workers import (
     written,
 )
 
-from pgsched import Task, calls, enqueue, loop
+from pgsched import Task, calls, enqueue, handlers, loop
 
 Connection = psycopg.Connection[Any]
 
 
 @pytest.fixture(autouse=True)
-def effects(conn: psycopg.Connection) -> None:
+def effects(conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     make_effects(conn)
+    monkeypatch.setattr(handlers, "SOON_SECONDS", (0.6, 0.9))
 
 
 def test_no_more_run_at_once_than_there_are_connections(dsn: str, conn: psycopg.Connection) -> None:

@@ -558,3 +558,31 @@ def test_what_has_a_default_is_not_asked_for(dsn: str, conn: psycopg.Connection)
     with running(worker):
         results = {name: wait_for(conn, ids[name], "completed").result for name in expected}
     assert results == expected
+
+
+def test_who_ignores_that_its_time_is_over_holds_up_no_other_task(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    # Tried again at once, the task would be the first in its queue, where nobody can claim it.
+    worker = quick(dsn, concurrency=2)
+    begun, gate = Event(), Event()
+
+    @worker.task("deaf", timeout=0.1)
+    def deaf(task: Task, conn: Connection) -> None:
+        write(task, conn)
+        if task.attempt == 1:
+            assert task.cancelled.wait(PATIENCE)
+            begun.set()
+            gate.wait(2 * PATIENCE)
+
+    worker.task("noop")(lambda task: None)
+    task_id = enqueue(conn, "deaf")
+    with running(worker):
+        assert begun.wait(PATIENCE)
+        for _ in range(5):
+            wait_for(conn, enqueue(conn, "noop"), "completed")
+        gate.set()
+        done = wait_for(conn, task_id, "completed")
+    assert done.attempt == 2
+    assert "timed out after 0.1 s" in (done.last_error or "")
+    assert written(conn) == [task_id]

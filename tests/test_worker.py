@@ -6,8 +6,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from threading import Barrier, Event
 from typing import Any
 
@@ -39,8 +41,10 @@ from pgsched import (
     Worker,
     calls,
     enqueue,
+    handlers,
 )
 from pgsched.embedded import Server
+from pgsched.transactions import Transactions
 
 Connect = Callable[..., psycopg.Connection]
 Plain = Callable[[Task], Any]
@@ -509,6 +513,35 @@ def test_an_exit_in_a_task_of_a_coroutine_ends_that_handler_only(
     with running(worker):
         assert wait_for(conn, exiting, "failed").last_error == "SystemExit: 5"
         wait_for(conn, enqueue(conn, "sleep"), "completed")
+
+
+def test_coroutines_that_begin_from_two_threads_share_an_event_loop(
+    conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    new_event_loop = asyncio.new_event_loop
+
+    def slow() -> asyncio.AbstractEventLoop:
+        time.sleep(0.1)
+        loops.append(new_event_loop())
+        return loops[-1]
+
+    async def handler(task: Task) -> None:
+        pass
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slow)
+    ended: SimpleQueue[handlers.Outcome] = SimpleQueue()
+    executor = handlers.Executor(
+        {"async": handlers.Handler(handler)}, 2, Transactions("", "test", 1), ended.put
+    )
+    for _ in range(2):
+        enqueue(conn, "async")
+    claims = calls.claim_task(conn, "test", "default", timedelta(minutes=1), 2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(executor.start, claims))
+    assert [ended.get(timeout=PATIENCE).kind for _ in claims] == 2 * ["completed"]
+    executor.close()
+    assert len(loops) == 1
 
 
 def test_the_stale_task_of_another_worker_is_reaped_and_done(
