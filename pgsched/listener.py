@@ -40,7 +40,8 @@ class Listener:
     def close(self) -> None:
         """End it, at once unless it is just connecting."""
         # A child that a handler forked has this end, too: closing it would tell nobody.
-        self._stop.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has ended already
+            self._stop.shutdown(socket.SHUT_RDWR)
         self._stop.close()
         self._thread.join(1.0)
 

@@ -217,3 +217,38 @@ def test_a_handler_whose_task_may_not_be_held_has_not_failed(
         assert f"no transaction: task={task_id}" in caplog.text
         conn.execute("alter function pgsched.gone rename to hold_task")
         assert wait_for(conn, task_id, "completed").attempt == 1
+
+
+def test_what_waits_for_a_connection_holds_up_no_other_task(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    worker = quick(dsn, queues=["writes", "others"], connections=1)
+    gate = Event()
+
+    @worker.task("write")
+    def slow(task: Task, conn: Connection) -> None:
+        gate.wait(PATIENCE)
+        write(task, conn)
+
+    worker.task("other")(lambda task: None)
+    for _ in range(50):
+        enqueue(conn, "write", queue="writes")
+    others = [enqueue(conn, "other", queue="others") for _ in range(300)]
+    with running(worker):
+        wait_until(lambda: count(conn, "completed") == len(others))
+        gate.set()
+        wait_until(lambda: count(conn, "completed") == len(others) + 50)
+
+
+def test_a_drain_does_what_waits_for_a_connection(dsn: str, conn: psycopg.Connection) -> None:
+    worker = quick(dsn, connections=1)
+
+    @worker.task("write")
+    def slow(task: Task, conn: Connection) -> None:
+        conn.execute("select pg_sleep(0.6)")
+        write(task, conn)
+
+    for _ in range(4):
+        enqueue(conn, "write")
+    assert worker.run(drain=True) == 0
+    assert count(conn, "completed") == 4
