@@ -464,27 +464,22 @@ revoke all on function pgsched._lock_task from public;
 
 -- The task's lock first, then its row, if the claim is current.
 create function pgsched._lock_claim(p_id bigint, p_claim_token uuid)
-  returns pgsched.scheduled_tasks
+  returns void
   language plpgsql
 as $$
-declare
-  v_task pgsched.scheduled_tasks;
 begin
   p_id := pgsched._lock_task(p_id);
-  select t.*
-    into v_task
-    from pgsched.scheduled_tasks as t
-   where t.id = p_id and t.claim_token = p_claim_token
-     for update;
+  perform from pgsched.scheduled_tasks as t
+    where t.id = p_id and t.claim_token = p_claim_token
+      for update;
   if not found then
     perform pgsched._raise_not_current(p_id, p_claim_token);
   end if;
-  return v_task;
 end;
 $$;
 
 comment on function pgsched._lock_claim is
-  'The task of a current claim, locked until the caller''s transaction ends; else TS400, TS404 or '
+  'Locks the task of a current claim until the caller''s transaction ends; else TS400, TS404 or '
   'TS409.';
 
 revoke all on function pgsched._lock_claim from public;
