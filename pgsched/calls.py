@@ -352,7 +352,7 @@ def complete_task(conn: Connection, claim: Claim, result: str | None) -> None:
 
 
 def reap_stale(conn: Connection, limit: int) -> list[tuple[int, str]]:
-    """Id and new status of up to ``limit`` tasks whose lease had ended."""
+    """Id and new status of up to ``limit`` tasks whose lease had ended or whose worker is gone."""
     rows = conn.execute(
         "select r.id, r.status from pgsched.reap_stale(p_limit => %s::integer) as r", (limit,)
     )
@@ -366,17 +366,26 @@ def prune_finished(conn: Connection, limit: int) -> int:
     return deleted
 
 
-def register_worker(conn: Connection, name: str, queues: Sequence[str], slots: int) -> int:
-    """Id of the worker's row; repeated about every minute."""
+def register_worker(
+    conn: Connection, name: str, queues: Sequence[str], slots: int, presence: bool
+) -> int:
+    """Id of the worker's row; repeated about every minute, and when ``presence`` changed."""
     [(worker_id,)] = conn.execute(
         """
         select pgsched.register_worker(
-                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer)
+                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer,
+                 p_presence => %s)
         """,
-        (name, list(queues), slots),
+        (name, list(queues), slots, presence),
     )
     assert isinstance(worker_id, int)
     return worker_id
+
+
+def hold_presence(conn: Connection, worker_id: int) -> None:
+    """Show that the worker lives, in a transaction that is begun here and stays open."""
+    conn.execute("begin isolation level read committed read only")
+    conn.execute("call pgsched.hold_presence(p_worker_id => %s::bigint)", (worker_id,))
 
 
 def unregister_worker(conn: Connection, worker_id: int) -> None:

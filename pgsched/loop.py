@@ -15,9 +15,9 @@ import psycopg
 
 from pgsched import calls
 from pgsched.calls import Claim, Connection
+from pgsched.direct import Listener, Presence
 from pgsched.errors import PgschedError
 from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text, soon
-from pgsched.listener import Listener
 from pgsched.metrics import Metrics
 from pgsched.transactions import Transactions
 from pgsched.worker import Inbox, Worker
@@ -32,7 +32,8 @@ UNSTARTED_SECONDS = 1.0
 """How long a claim may wait for a slot; then it is given back, for other workers."""
 RATE_SECONDS = 0.25
 """Time over which the rate is measured."""
-REAP_SECONDS = 5.0
+REAP_SECONDS = 2.0
+"""At most between two looks for lost tasks: recovery takes twice that, and 5 seconds of grace."""
 PRUNE_SECONDS = 60.0
 PRUNE_BATCH = 500
 REGISTER_SECONDS = 60.0
@@ -124,11 +125,14 @@ class Loop:
         self._ended, self._measured_at = 0, now
         self._listener: Listener | None = None
         self._announced: bool | None = None
+        self._presence: Presence | None = None
+        self._present = False
         self._idle, self._idle_changed_at = False, now
         self._served_turn = 0.0
         weights = settings.queues if isinstance(settings.queues, Mapping) else {}
         self._shares = {queue: Share(weights.get(queue, 1), now) for queue in settings.queues}
         self._extension = Step(self._extend, lambda: bool(self._held), now + settings.lease / 3)
+        self._registration = Step(self._register, lambda: True, now)
         self._claiming = Step(self._claim, lambda: self._free() > 0 and not self._stopping, now)
         # The most urgent first.
         self._steps = (
@@ -136,7 +140,7 @@ class Loop:
             Step(self._time_out, lambda: bool(self._executor.deadlines), now),
             Step(self._give_back, lambda: bool(self._executor.waiting) and not drain, now),
             Step(self._report, lambda: bool(self._unreported), now),
-            Step(self._register, lambda: True, now),
+            self._registration,
             Step(self._announce, lambda: not self._stopping, now),
             Step(self._reap, lambda: True, now + REAP_SECONDS * random.random()),
             self._claiming,
@@ -198,8 +202,9 @@ class Loop:
             )
         if connection is not None:
             self._sign_off(connection)
-        if self._listener is not None:
-            self._listener.close()
+        for direct in (self._listener, self._presence):
+            if direct is not None:
+                direct.close()
         self._executor.close()
         log.info("stopped: worker=%s", self._name)
 
@@ -219,10 +224,15 @@ class Loop:
                 raise
         log.info("connected: worker=%s", self._name)
         if self._listener is None and not self._drain:
-            dsn = self._settings.listen_dsn
-            dsn = self._settings.dsn if dsn is None else dsn
-            self._listener = Listener(dsn, self._name, list(self._shares), self._inbox.put)
+            self._listener = Listener(
+                self._direct_dsn, self._name, list(self._shares), self._inbox.put
+            )
         return connection
+
+    @property
+    def _direct_dsn(self) -> str:
+        dsn = self._settings.listen_dsn
+        return self._settings.dsn if dsn is None else dsn
 
     def _turn(self, connection: Connection) -> float:
         """Everything that is due; returns how long [s] nothing else will be.
@@ -272,6 +282,8 @@ class Loop:
             while True:
                 if message is None:
                     self._stopping = True
+                elif isinstance(message, bool):
+                    self._present, self._registration.at = message, time.monotonic()
                 elif isinstance(message, str):
                     self._shares[message].poll_at = self._claiming.at = time.monotonic()
                 else:
@@ -332,9 +344,18 @@ class Loop:
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
-        self._worker_id = calls.register_worker(
-            connection, self._name, list(self._shares), self._settings.concurrency
+        worker_id = calls.register_worker(
+            connection,
+            self._name,
+            list(self._shares),
+            self._settings.concurrency,
+            self._present,
         )
+        if worker_id != self._worker_id:  # of who was not seen for a day, the row is gone
+            if self._presence is not None:
+                self._presence.close()
+            self._presence = Presence(self._direct_dsn, self._name, worker_id, self._inbox.put)
+            self._worker_id = worker_id
         self._announced = None  # of who was not seen for long, it is forgotten
         return time.monotonic() + REGISTER_SECONDS
 
@@ -436,7 +457,7 @@ class Loop:
         for task_id, status in reaped:
             log.warning("reaped: task=%d status=%s", task_id, status)
             self._metrics.reaped.labels(status).inc()
-        rest = 0.0 if len(reaped) == BATCH else REAP_SECONDS * random.uniform(0.75, 1.25)
+        rest = 0.0 if len(reaped) == BATCH else REAP_SECONDS * random.uniform(0.75, 1.0)
         return time.monotonic() + rest
 
     def _prune(self, connection: Connection) -> float:

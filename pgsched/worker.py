@@ -30,10 +30,10 @@ from pgsched.transactions import all_or_nothing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Inbox = SimpleQueue[Outcome | str | None]
+Inbox = SimpleQueue[Outcome | str | bool | None]
 """What other threads and signal handlers tell the loop: how a handler ended; a queue that has new
-tasks; None: stop. Its put never deadlocks, as the lock of an Event does when a signal comes at the
-wrong moment."""
+tasks; whether the worker's presence is held; None: stop. Its put never deadlocks, as the lock of an
+Event does when a signal comes at the wrong moment."""
 
 Ended = tuple[int, str]
 
@@ -53,7 +53,8 @@ class Worker:
     ``concurrency``: how many handlers run at once, 1 to 10,000.
     ``lease``: how long a claim is held, 1 to 86,400; extended every third of it while needed.
     ``poll_interval``: how long, on average, a queue without due tasks is left alone.
-    ``listen_dsn``: where to LISTEN for new tasks when ``dsn`` leads through a pooler; None: dsn.
+    ``listen_dsn``: the server itself when ``dsn`` leads through a pooler, to LISTEN for new tasks
+    and to hold the worker's presence; None: dsn.
     ``connections``: for handlers that take one, and so how many of these run at once, 1 to 100.
     ``grace``: how long handlers may go on after a stop; what runs then is left to its lease.
     ``metrics_port``: serves Prometheus' page there; None: not at all.

@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,15 @@ PACKAGE = sorted((ROOT / "pgsched").glob("*.py"))
 DRIVER = [path for path in PACKAGE if path.stem not in ("migrate", "embedded", "demo")]
 
 MAX_LINES = 2_500
+"""Of code, in the whole package."""
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 MAX_NAMES = 12
 
 
@@ -117,9 +128,30 @@ def test_locals_start_with_v(path: Path) -> None:
 # Python
 
 
+def code_lines(text: str) -> int:
+    """Lines that hold code: not blank ones, comments and docstrings."""
+    docs = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(lines - docs)
+
+
+def test_lines_of_code_are_counted() -> None:
+    text = '"""Two\nlines."""\n\n# comment\nx = (  # 3\n    """a\n\n\n"""\n)\n"""x"""\n'
+    assert code_lines(text) == 6
+
+
 def test_the_driver_stays_thin() -> None:
-    driver = [path for path in PACKAGE if path.stem not in ("embedded", "demo")]
-    assert sum(len(read(path).splitlines()) for path in driver) <= MAX_LINES
+    assert 2_000 < sum(code_lines(read(path)) for path in PACKAGE) <= MAX_LINES
 
 
 def test_the_public_names_are_few_and_sorted() -> None:
@@ -156,6 +188,7 @@ def test_who_only_enqueues_imports_no_more_than_psycopg() -> None:
 
 # About the session alone: no table and no function of the schema.
 SESSION_CONTROL = {
+    "begin isolation level read committed read only",
     "select pg_backend_pid()",
     "sql.SQL('listen {}').format(sql.Identifier(channel))",
     "reset role",

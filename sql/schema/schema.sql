@@ -31,6 +31,7 @@ create schema pgsched;
 \ir functions/release_task.sql
 \ir functions/release_tasks.sql
 \ir functions/register_worker.sql
+\ir functions/hold_presence.sql
 \ir functions/unregister_worker.sql
 
 -- Operators

@@ -14,6 +14,10 @@ begin
      where t.id = p_id and t.claim_token = p_claim_token) then
     perform pgsched._raise_not_current(p_id, p_claim_token);
   end if;
+  -- A client whose network is gone would keep the task for hours otherwise; now 25 seconds.
+  perform set_config('tcp_keepalives_idle', '10', true),
+          set_config('tcp_keepalives_interval', '5', true),
+          set_config('tcp_keepalives_count', '3', true);
 end;
 $$;
 

@@ -13,3 +13,20 @@ comment on function pgsched.notify_channel is
   'room for a prefix. A listener says so by register_listener. Raises TS400.';
 
 revoke all on function pgsched.notify_channel from public;
+
+create function pgsched._notify(p_queues text[])
+  returns void
+  language sql
+as $$
+  select pg_notify(pgsched.notify_channel(l.queue), '')
+    from (select distinct s.queue
+            from pgsched.listeners as s
+           where s.queue = any (p_queues)) as l
+    left join pgsched.queues as q on q.name = l.queue
+   where coalesce(q.notify, true)
+$$;
+
+comment on function pgsched._notify is
+  'Wakes the listeners of these queues when the caller''s transaction commits.';
+
+revoke all on function pgsched._notify from public;

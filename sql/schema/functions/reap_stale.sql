@@ -13,6 +13,7 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_gone text[];
   v_ids bigint[];
 begin
   if (p_limit between 1 and 1000) is not true then
@@ -21,13 +22,17 @@ begin
       message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
       hint = 'Give 1 to 1000: each reaped task holds a slot of the shared lock table until commit.';
   end if;
+  if current_setting('transaction_read_only')::boolean then
+    perform pgsched._raise_read_only();
+  end if;
 
+  v_gone := pgsched._gone_workers(v_now);
   v_ids := array(
     select s.id
       from (select t.id
               from pgsched.scheduled_tasks as t
              where t.status = 'processing'
-               and t.lease_expires_at <= v_now
+               and (t.lease_expires_at <= v_now or t.claimed_by = any (v_gone))
                and (t.id % 2147483647)::integer::oid <> all (array(
                    select l.objid
                      from pg_locks as l
@@ -38,26 +43,139 @@ begin
                for update of t skip locked) as s
      where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
      limit p_limit);
+  if v_ids <> '{}' then
+    return query select r.id, r.status from pgsched._reap_tasks(v_ids, v_now) as r;
+    perform pgsched._notify(array(
+      select t.queue
+        from pgsched.scheduled_tasks as t
+       where t.id = any (v_ids) and t.status = 'queued'));
+  end if;
 
-  return query
-  select e.id, e.status
-    from pgsched._end_attempts(
-           v_ids,
-           array(
-             select format('worker %s was lost: its lease ended during attempt %s',
-                           t.claimed_by, t.attempt)
-               from unnest(v_ids) with ordinality as i (id, position)
-               join pgsched.scheduled_tasks as t on t.id = i.id
-              order by i.position),
-           array_fill(0::double precision, array[cardinality(v_ids)]),
-           null) as e;
+  -- Of who is gone nothing is left to find: no more need to look for it.
+  if v_gone <> '{}' then
+    update pgsched.workers as w
+       set presence = false
+     where w.id in (
+           select o.id
+             from pgsched.workers as o
+            where o.name = any (v_gone)
+              and not exists (
+                  select
+                    from pgsched.scheduled_tasks as t
+                   where t.status = 'processing' and t.claimed_by = o.name)
+            order by o.id
+              for no key update skip locked);
+  end if;
 end;
 $$;
 
 comment on function pgsched.reap_stale is
-  'Takes tasks whose lease ended from their holders, at most p_limit (1 to 1000) a call, and says '
-  'what became of each: queued (due at once), failed (attempts used up), cancelled (a cancel was '
-  'requested). Passes by what another session is acting on; safe from any number of callers; '
-  'writes nothing when no lease ended. Raises TS400.';
+  'Takes tasks from their holders whose lease ended, or that are gone: whose presence nobody held, '
+  'as found twice, 5 seconds or more apart. At most p_limit (1 to 1000) a call; says what became '
+  'of each: queued (due at once), failed (attempts used up), cancelled (a cancel was requested). '
+  'Passes by what another session is acting on; safe from any number of callers; writes nothing '
+  'while all leases run and all workers are there. Raises TS400.';
 
 revoke all on function pgsched.reap_stale from public;
+
+-- The lock is tried shared, so that two who look do not take each other for the worker; whoever
+-- holds a presence itself would get it all the same. After a start of the server nobody has come
+-- back yet: for 5 seconds, and from before it, nothing counts.
+create function pgsched._gone_workers(p_now timestamptz)
+  returns text[]
+  language plpgsql
+  set enable_seqscan = off
+as $$
+declare
+  v_start timestamptz := pg_postmaster_start_time();
+  v_absent bigint[];
+begin
+  if p_now < v_start + interval '5 seconds' then
+    return '{}';
+  end if;
+  v_absent := array(
+    select s.id
+      from (select w.id
+              from pgsched.workers as w
+             where w.presence
+             order by w.id
+            offset 0) as s
+     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)
+       and not exists (
+           select
+             from pg_locks as l
+            where l.pid = pg_backend_pid() and l.mode = 'ExclusiveLock'
+              and l.locktype = 'advisory' and l.classid = 1339 and l.objsubid = 2
+              and l.objid = (s.id % 2147483647)::integer::oid));
+  update pgsched.workers as w
+     set suspect_since = case when w.id = any (v_absent) then p_now end
+   where w.id in (
+         select o.id
+           from pgsched.workers as o
+          where o.presence
+            and (o.suspect_since >= v_start) is true <> (o.id = any (v_absent))
+          order by o.id
+            for no key update skip locked);
+  return array(
+    select w.name
+      from pgsched.workers as w
+     where w.id = any (v_absent)
+       and w.presence
+       and w.suspect_since between v_start and p_now - interval '5 seconds'
+     order by w.name);
+end;
+$$;
+
+comment on function pgsched._gone_workers is
+  'Notes whose presence nobody holds, and since when; the names of those of whom that was noted at '
+  'least 5 seconds ago.';
+
+revoke all on function pgsched._gone_workers from public;
+
+-- A task that cannot be changed, because its row is damaged or a constraint is in the way, keeps no
+-- other from being reaped: then each is tried alone.
+create function pgsched._reap_tasks(p_ids bigint[], p_now timestamptz)
+  returns table (id bigint, status text)
+  language plpgsql
+as $$
+#variable_conflict use_column
+begin
+  return query
+  select e.id, e.status
+    from pgsched._end_attempts(
+           p_ids,
+           array(
+             select format(
+                      case
+                        when t.lease_expires_at <= p_now
+                        then 'worker %s was lost: its lease ended during attempt %s'
+                        else 'worker %s was lost: its presence ended during attempt %s'
+                      end,
+                      t.claimed_by, t.attempt)
+               from unnest(p_ids) with ordinality as i (id, position)
+               join pgsched.scheduled_tasks as t on t.id = i.id
+              order by i.position),
+           array_fill(0::double precision, array[cardinality(p_ids)]),
+           null) as e;
+exception
+  when integrity_constraint_violation or data_exception or raise_exception
+       or program_limit_exceeded or data_corrupted or index_corrupted or internal_error then
+    if cardinality(p_ids) > 1 then
+      return query
+      select r.id, r.status
+        from unnest(p_ids) as i (id)
+       cross join lateral pgsched._reap_tasks(array[i.id], p_now) as r;
+    else
+      raise warning using
+        errcode = sqlstate,
+        message = format('task %s cannot be reaped: %s', p_ids[1], sqlerrm),
+        hint = 'Its row is damaged, or another with its id is among the finished tasks.';
+    end if;
+end;
+$$;
+
+comment on function pgsched._reap_tasks is
+  'Ends the attempts of tasks whose rows the caller has locked and says what became of each; of '
+  'one that cannot be changed only a warning tells.';
+
+revoke all on function pgsched._reap_tasks from public;

@@ -1,4 +1,5 @@
-create function pgsched.register_worker(p_name text, p_queues text[], p_slots integer)
+create function pgsched.register_worker(
+    p_name text, p_queues text[], p_slots integer, p_presence boolean default false)
   returns bigint
   language plpgsql
   security definer
@@ -10,17 +11,19 @@ declare
 begin
   p_name := pgsched._name('p_name', p_name);
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
-  if (array_ndims(p_queues) = 1 and p_slots >= 1) is not true then
+  if (array_ndims(p_queues) = 1 and p_slots >= 1 and p_presence is not null) is not true then
     raise exception using
       errcode = 'TS400',
-      message = 'p_queues is not a list of queues, or p_slots is below 1',
-      hint = 'Give the queues that the worker serves and how many tasks it runs at once.';
+      message = 'p_queues is not a list of queues, p_slots is below 1, or p_presence is null',
+      hint = 'Give the queues that the worker serves, how many tasks it runs at once, and whether '
+             'it holds its presence.';
   end if;
 
-  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
-  values (p_name, p_queues, p_slots, v_now, v_now)
+  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at, presence)
+  values (p_name, p_queues, p_slots, v_now, v_now, p_presence)
   on conflict (name) do update
-     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at
+     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at,
+         presence = excluded.presence, suspect_since = null
   returning w.id into v_id;
 
   -- A killed worker cannot sign off: nobody needs its row after a day, and nobody waits for its
@@ -46,7 +49,8 @@ $$;
 
 comment on function pgsched.register_worker is
   'Says that a worker process is there and returns the id of its row; a worker repeats it about '
-  'every minute. Deletes on the way who was not seen for a day, and listeners not seen for 5 '
+  'every minute. p_presence: it holds its presence now (hold_presence); to be said at once when '
+  'that changes. Deletes on the way who was not seen for a day, and listeners not seen for 5 '
   'minutes. Raises TS400.';
 
 revoke all on function pgsched.register_worker from public;

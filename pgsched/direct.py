@@ -1,0 +1,153 @@
+"""Connections beside the worker's main one that no pooler may share: it listens, it is present."""
+
+import contextlib
+import logging
+import random
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import psycopg
+
+from pgsched import calls
+from pgsched.calls import Connection
+from pgsched.errors import PgschedError
+
+RETRY_SECONDS = (0.1, 2.0)
+"""Wait before the connection is made again, and, doubling, at most before each further time. Less
+than the 5 seconds for which reap_stale waits for a presence to come back."""
+
+log = logging.getLogger("pgsched")
+
+
+class Direct:
+    """A connection and a thread that sees to it. Never raises: without it, the worker does less.
+
+    ``active``: whether the connection is there now and does what it is for.
+    """
+
+    purpose: str
+    instead: str
+    """What remains behind a pooler."""
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self._dsn = dsn
+        self._name = name
+        self.active = False
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(
+            target=self._run, name=f"pgsched-{self.purpose}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it, at once unless it is just connecting."""
+        # A child that a handler forked has this end, too: closing it would tell nobody.
+        with contextlib.suppress(OSError):  # it has ended already
+            self._stop.shutdown(socket.SHUT_RDWR)
+        self._stop.close()
+        self._thread.join(1.0)
+
+    def _begin(self, connection: Connection) -> None:
+        """Make the new connection do what it is for."""
+        raise NotImplementedError
+
+    def _notified(self, channel: str) -> None:
+        """A notification came."""
+
+    def _lost(self) -> None:
+        """The connection, which was active, broke."""
+
+    def _run(self) -> None:
+        failures = 0
+        with self._stopped:
+            while True:
+                try:
+                    self._attend()
+                    return
+                except (psycopg.Error, PgschedError, OSError) as error:
+                    first, longest = RETRY_SECONDS
+                    wait = min(first * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1)
+                    log.info(
+                        "no %s: error=%r retry_in=%.1fs", self.purpose, str(error).strip(), wait
+                    )
+                failures += 1
+                if self.active:
+                    failures, self.active = 0, False
+                    self._lost()
+                self._stopped.settimeout(wait)
+                with contextlib.suppress(TimeoutError):
+                    self._stopped.recv(1)  # the other end is closed
+                    return
+
+    def _attend(self) -> None:
+        """Until the end, or at once when a pooler is in the way; raises when it breaks."""
+        name = f"pgsched {self._name} {self.purpose}"
+        with (
+            calls.connect(self._dsn, application_name=name) as connection,
+            selectors.DefaultSelector() as selector,
+        ):
+            if calls.is_pooled(connection):
+                log.info("no %s behind a connection pooler: %s", self.purpose, self.instead)
+                return
+            self._begin(connection)
+            self.active = True
+            ends = selector.register(self._stopped, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            while True:
+                ready = [key for key, _ in selector.select()]
+                if ends in ready:
+                    return
+                for notification in connection.notifies(timeout=0):
+                    self._notified(notification.channel)
+
+
+class Listener(Direct):
+    """Hears of new tasks, so that an idle worker need not wait to poll.
+
+    Calls ``heard`` with a queue when it has new tasks, and once with each when it has connected.
+    """
+
+    purpose = "listener"
+    instead = "polling only"
+
+    def __init__(
+        self, dsn: str, name: str, queues: Sequence[str], heard: Callable[[str], None]
+    ) -> None:
+        self._queues = queues
+        self._heard = heard
+        super().__init__(dsn, name)
+
+    def _begin(self, connection: Connection) -> None:
+        self._channels = {calls.listen(connection, queue): queue for queue in self._queues}
+        # What came while nobody listened.
+        for queue in self._queues:
+            self._heard(queue)
+
+    def _notified(self, channel: str) -> None:
+        self._heard(self._channels[channel])
+
+
+class Presence(Direct):
+    """Holds the worker's presence: when the process dies, others need not wait for its leases.
+
+    Calls ``changed`` with whether it is held, whenever that changes.
+    """
+
+    purpose = "presence"
+    instead = "recovery by leases only"
+
+    def __init__(
+        self, dsn: str, name: str, worker_id: int, changed: Callable[[bool], None]
+    ) -> None:
+        self._worker_id = worker_id
+        self._changed = changed
+        super().__init__(dsn, name)
+
+    def _begin(self, connection: Connection) -> None:
+        calls.hold_presence(connection, self._worker_id)
+        self._changed(True)
+
+    def _lost(self) -> None:
+        self._changed(False)
