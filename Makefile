@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-long migration check-migration clean
+.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-long faults migration check-migration clean
 
 help: ## this list
 	@echo "pgsched: make ..."
@@ -45,6 +45,9 @@ test-pgbouncer: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests through a 
 test-long: .venv/dev.done .venv/pgtap/pgtap.sql .venv/pgbouncer/pgbouncer ## the tests that take long
 	@echo "Running the long tests (pytest)"
 	@$(BIN)/python -m pytest -m long
+
+faults: .venv/dev.done .venv/pgbouncer/pgbouncer ## half an hour of work under faults, every task accounted for
+	@$(BIN)/python tests/faults/run.py $(FAULTS)
 
 # Until 0.1.0 is released, the first migration is the schema files in schema.sql's order.
 define initial

@@ -70,7 +70,7 @@ def migrate_command(dsn: str) -> None:
 @click.option("--lease", type=float, metavar="SECONDS", help="How long a claim is held.")
 @click.option("--poll-interval", type=float, metavar="SECONDS", help="Rest of an idle queue.")
 @click.option("--grace", type=float, metavar="SECONDS", help="Time to finish after a stop.")
-@click.option("--listen-dsn", help="Database to LISTEN on, when --dsn leads through a pooler.")
+@click.option("--listen-dsn", help="The server itself, when --dsn leads through a pooler.")
 @click.option("--connections", type=int, help="For handlers that take one.")
 @click.option("--drain", is_flag=True, help="End when no task is due and none runs.")
 @click.option("--metrics-port", type=int, help="Serve Prometheus metrics on this port.")

@@ -57,7 +57,7 @@ class Direct:
         """A notification came."""
 
     def _lost(self) -> None:
-        """The connection, which was active, broke."""
+        """The connection is not there any more, or cannot be had."""
 
     def _run(self) -> None:
         failures = 0
@@ -66,16 +66,22 @@ class Direct:
                 try:
                     self._attend()
                     return
+                except psycopg.errors.InsufficientPrivilege as error:
+                    log.warning(
+                        "no %s, %s: error=%r", self.purpose, self.instead, str(error).strip()
+                    )
+                    self._lost()
+                    return
                 except (psycopg.Error, PgschedError, OSError) as error:
                     first, longest = RETRY_SECONDS
                     wait = min(first * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1)
                     log.info(
                         "no %s: error=%r retry_in=%.1fs", self.purpose, str(error).strip(), wait
                     )
-                failures += 1
-                if self.active:
-                    failures, self.active = 0, False
+                if self.active or not failures:
                     self._lost()
+                failures = 0 if self.active else failures + 1
+                self.active = False
                 self._stopped.settimeout(wait)
                 with contextlib.suppress(TimeoutError):
                     self._stopped.recv(1)  # the other end is closed
@@ -90,6 +96,7 @@ class Direct:
         ):
             if calls.is_pooled(connection):
                 log.info("no %s behind a connection pooler: %s", self.purpose, self.instead)
+                self._lost()
                 return
             self._begin(connection)
             self.active = True
@@ -132,7 +139,7 @@ class Listener(Direct):
 class Presence(Direct):
     """Holds the worker's presence: when the process dies, others need not wait for its leases.
 
-    Calls ``changed`` with whether it is held, whenever that changes.
+    Calls ``changed`` with whether it is held, at the beginning and whenever that changes.
     """
 
     purpose = "presence"

@@ -34,6 +34,8 @@ RATE_SECONDS = 0.25
 """Time over which the rate is measured."""
 REAP_SECONDS = 2.0
 """At most between two looks for lost tasks: recovery takes twice that, and 5 seconds of grace."""
+PRESENCE_SECONDS = 1.0
+"""How long the first claim may wait for the worker's presence, which is to count for it, too."""
 PRUNE_SECONDS = 60.0
 PRUNE_BATCH = 500
 REGISTER_SECONDS = 60.0
@@ -126,7 +128,9 @@ class Loop:
         self._listener: Listener | None = None
         self._announced: bool | None = None
         self._presence: Presence | None = None
-        self._present = False
+        self._present: bool | None = None
+        self._said_present = False
+        self._claims_at = now
         self._idle, self._idle_changed_at = False, now
         self._served_turn = 0.0
         weights = settings.queues if isinstance(settings.queues, Mapping) else {}
@@ -283,6 +287,8 @@ class Loop:
                 if message is None:
                     self._stopping = True
                 elif isinstance(message, bool):
+                    if self._present is None:
+                        self._claiming.at = time.monotonic()
                     self._present, self._registration.at = message, time.monotonic()
                 elif isinstance(message, str):
                     self._shares[message].poll_at = self._claiming.at = time.monotonic()
@@ -344,20 +350,26 @@ class Loop:
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
+        present = bool(self._present)
         worker_id = calls.register_worker(
             connection,
             self._name,
             list(self._shares),
             self._settings.concurrency,
-            self._present,
+            present,
         )
         if worker_id != self._worker_id:  # of who was not seen for a day, the row is gone
             if self._presence is not None:
                 self._presence.close()
             self._presence = Presence(self._direct_dsn, self._name, worker_id, self._inbox.put)
             self._worker_id = worker_id
+            self._claims_at = time.monotonic() + PRESENCE_SECONDS
         self._announced = None  # of who was not seen for long, it is forgotten
-        return time.monotonic() + REGISTER_SECONDS
+        rest = REGISTER_SECONDS
+        if self._said_present != present:
+            # Once more soon: nothing was noted if a reaper just had the row.
+            self._said_present, rest = present, REAP_SECONDS
+        return time.monotonic() + rest
 
     def _announce(self, connection: Connection) -> float:
         """Say that this worker listens, or no more: producers send a NOTIFY only to who does."""
@@ -468,6 +480,8 @@ class Loop:
     def _claim(self, connection: Connection) -> float:
         """One claim for each queue that is due, by weight, as far as slots are free."""
         now = time.monotonic()
+        if self._present is None and now < self._claims_at:
+            return self._claims_at
         due = [(queue, share) for queue, share in self._shares.items() if share.poll_at <= now]
         weights = sum(share.weight for _, share in due)
         for _, share in due:

@@ -174,7 +174,7 @@ class Worker:
         from pgsched.loop import Loop
         from pgsched.metrics import Metrics
 
-        host = re.sub(r"[^!-~]", "?", socket.gethostname())[:32]
+        host = re.sub(r"[^!-~]", "?", socket.gethostname())[:28]
         name = f"{host}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         metrics = Metrics(self.concurrency)
         loop = Loop(self, name, self._handlers, metrics, self._inbox, drain=drain)

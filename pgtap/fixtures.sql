@@ -60,7 +60,7 @@ begin
     grant usage on schema pgsched to pgtap_caller;
     grant pgtap_caller to current_user;
   end if;
-  execute format('grant execute on function %s to pgtap_caller', p_function);
+  execute format('grant execute on routine %s to pgtap_caller', p_function);
   perform set_config('role', 'pgtap_caller', true);
   execute p_query into v_result;
   perform set_config('role', v_role, true);

@@ -1,10 +1,11 @@
 begin;
 \ir fixtures.sql
-select plan(44);
+select plan(52);
 
 select is(pg_temp.arguments_of('pgsched.register_worker'),
-  'p_name text, p_queues text[], p_slots integer',
-  'register_worker takes a name, queues and a number of slots');
+  'p_name text, p_queues text[], p_slots integer, p_presence boolean DEFAULT false',
+  'register_worker takes a name, queues, a number of slots and, optionally, whether the worker '
+  'holds its presence');
 select is(pg_temp.result_of('pgsched.register_worker'), 'bigint', 'register_worker returns an id');
 
 -- Happy path
@@ -28,6 +29,32 @@ select results_eq(
             from pgsched.workers where name = ''pgtap 1''', :'t0'),
   $$values ('{c}'::text[], 20, timestamptz '2020-01-01 00:00:00+00', true)$$,
   'the worker is seen now with its new queues and slots, and started when it did');
+
+-- Its presence
+select is(presence, false, 'a worker that says nothing of its presence has none')
+  from pgsched.workers where id = :id;
+select pgsched.register_worker('pgtap 1', '{a}', 1, true) \g /dev/null
+select is(presence, false, 'what nobody holds is not noted') from pgsched.workers where id = :id;
+call pgsched.hold_presence(:id);
+update pgsched.workers set suspect_since = clock_timestamp() - interval '1 hour' where id = :id;
+select pgsched.register_worker('pgtap 1', '{a}', 1, true) \g /dev/null
+select results_eq(format('select presence, suspect_since from pgsched.workers where id = %s', :id),
+                  'values (true, null::timestamptz)',
+                  'who holds its presence has it, and is not suspected');
+select pgsched.register_worker('pgtap other', '{a}', 1, true) as other \gset
+select pgsched.register_worker('pgtap other', '{a}', 1, true) \g /dev/null
+select is(presence, false, 'the presence of another is not its own')
+  from pgsched.workers where id = :other;
+select pgsched.unregister_worker(:other) \g /dev/null
+select pgsched.register_worker('pgtap 1', '{a}', 1, false) \g /dev/null
+select is(presence, false, 'who says that it has none has none')
+  from pgsched.workers where id = :id;
+select pgsched.register_worker('pgtap 1', '{a}', 1, true) \g /dev/null
+select is(presence, true, 'and may have it again') from pgsched.workers where id = :id;
+update pgsched.workers set suspect_since = clock_timestamp() where id = :id;
+select pgsched.register_worker('pgtap 1', '{a}', 1) \g /dev/null
+select results_eq(format('select presence, suspect_since from pgsched.workers where id = %s', :id),
+                  'values (false, null::timestamptz)', 'by default it is not there');
 
 -- Edges: workers that did not sign off
 insert into pgsched.workers (name, queues, slots, started_at, seen_at)
@@ -59,12 +86,20 @@ select throws_ok(format('select pgsched.register_worker(%L, ''{a}'', 1)', name),
 select throws_ok(format('select pgsched.register_worker(''pgtap 3'', %L, 1)', array['a', name]),
                  'TS400', pg_temp.name_error('p_queues', name), what || ' is no queue')
   from bad_names;
-select throws_ok(format('select pgsched.register_worker(''pgtap 3'', %L, %L)', queues, slots),
-                 'TS400', 'p_queues is not a list of queues, or p_slots is below 1', what)
-  from (values (null, 1, 'null is no list of queues'), ('{}', 1, 'a worker serves a queue'), ('{{a},{b}}', 1, 'in a plain list'),
-               ('{a}', null, 'null is no number of slots'), ('{a}', 0, 'a worker has a slot'),
-               ('{a}', -1, 'or more'), (null, null, 'and not neither'))
-       as bad (queues, slots, what);
+select throws_ok(format('select pgsched.register_worker(''pgtap 3'', %L, %L, %L)',
+                        queues, slots, presence),
+                 'TS400',
+                 'p_queues is not a list of queues, p_slots is below 1, or p_presence is null',
+                 what)
+  from (values (null, 1, true, 'null is no list of queues'),
+               ('{}', 1, true, 'a worker serves a queue'),
+               ('{{a},{b}}', 1, true, 'in a plain list'),
+               ('{a}', null, true, 'null is no number of slots'),
+               ('{a}', 0, true, 'a worker has a slot'),
+               ('{a}', -1, true, 'or more'),
+               ('{a}', 1, null, 'it is known whether it holds its presence'),
+               (null, null, null, 'and nothing is nothing'))
+       as bad (queues, slots, presence, what);
 select is_empty($$select id from pgsched.workers where name = 'pgtap 3'$$,
                 'a refused call registers nobody');
 

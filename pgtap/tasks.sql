@@ -11,7 +11,8 @@ declare
   v_row jsonb := case p_table
     when 'queues' then '{"name": "pgtap tasks", "paused": false, "notify": true}'
     when 'workers' then '{"id": 5000000000000000000, "name": "pgtap", "queues": ["a"], "slots": 1,
-                          "started_at": "2020-01-01T00:00:00Z", "seen_at": "2020-01-01T00:00:00Z"}'
+                          "started_at": "2020-01-01T00:00:00Z", "seen_at": "2020-01-01T00:00:00Z",
+                          "presence": false}'
     else '{"id": 5000000000000000000, "queue": "pgtap tasks", "task_type": "a", "payload": {},
            "status": "queued", "priority": 5, "run_at": "2020-01-01T00:00:00Z", "attempt": 0,
            "max_attempts": 1, "created_at": "2020-01-01T00:00:00Z",

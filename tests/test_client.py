@@ -497,6 +497,7 @@ def test_reaping_says_what_became_of_each_task(
 
 def test_a_worker_registers_again_and_signs_off(session: psycopg.Connection) -> None:
     worker_id = calls.register_worker(session, "name", ["a", "b"], 3, False)
+    session.execute("call pgsched.hold_presence(%s)", [worker_id])
     assert calls.register_worker(session, "name", ["a"], 4, True) == worker_id
     rows = session.execute("select id, name, queues, slots, presence from pgsched.workers")
     assert rows.fetchall() == [(worker_id, "name", ["a"], 4, True)]

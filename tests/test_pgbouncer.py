@@ -22,6 +22,7 @@ from psycopg.types.json import Jsonb
 from workers import (
     LISTENERS,
     PATIENCE,
+    REAP,
     WorkerProcess,
     ask,
     count,
@@ -30,7 +31,9 @@ from workers import (
     row,
     running,
     sessions,
+    shorten_grace,
     wait_for,
+    wait_for_extension,
     wait_until,
 )
 
@@ -156,6 +159,8 @@ def test_every_function_may_be_called(dsn: str, pooled: str, in_transaction: boo
             call("pause_queue", queue="q")
             call("resume_queue", queue="q")
             [(worker,)] = call("register_worker", name="me", queues=["q"], slots=1)
+            conn.execute("call pgsched.hold_presence(p_worker_id => %s)", [worker])
+            called.add("hold_presence")
             call("register_listener", worker_id=worker, queues=["q"])
             [(channel,)] = call("notify_channel", queue="q")
             assert channel.startswith("pgsched_")
@@ -334,6 +339,37 @@ def test_a_worker_listens_where_there_is_a_way_around(
             wait_for(conn, enqueue(conn, kind), "completed")
             wait_until(lambda: ask(dsn, "select queue from pgsched.listeners"))
         assert "polling only" not in worker.log
+
+
+SLEEPER = """
+import time
+from pgsched import Worker
+
+worker = Worker(lease=2, poll_interval=0.2)
+
+@worker.task("sleep")
+def sleep(task):
+    time.sleep(600)
+"""
+
+
+def test_a_killed_worker_is_missed_when_its_lease_ends(
+    dsn: str, pooled: str, tmp_path: Path
+) -> None:
+    with connect(dsn) as conn, WorkerProcess(tmp_path, SLEEPER, "--dsn", pooled) as worker:
+        shorten_grace(conn, 0.1)
+        task_id = enqueue(conn, "sleep")
+        name = wait_for(conn, task_id, "processing").claimed_by
+        worker.wait_for_log("recovery by leases only")
+        for _ in range(3):
+            wait_for_extension(conn, task_id)
+            assert ask(dsn, REAP) == []
+        assert ask(dsn, "select presence from pgsched.workers") == [False]
+        assert worker.log.count("no presence") == 1
+        worker.process.kill()
+        wait_until(lambda: ask(dsn, REAP) == [task_id])
+        reason = f"worker {name} was lost: its lease ended during attempt 1"
+        assert row(conn, task_id).last_error == reason
 
 
 def test_handlers_get_a_connection_as_good_as_new(server: Server, pgbouncer: PgBouncer) -> None:
@@ -531,7 +567,8 @@ def test_a_roles_timeouts_end_no_handler_and_no_worker(
         late = """
         select query
           from pg_stat_activity
-         where application_name like 'pgsched %' and state like 'idle in transaction%'
+         where application_name like 'pgsched %' and application_name not like '% presence'
+           and state like 'idle in transaction%'
            and clock_timestamp() - state_change > interval '1 second'
         """
         ids = [enqueue(conn, kind) for kind in ("plain", "plain", "transaction")]
@@ -546,7 +583,7 @@ def test_a_roles_timeouts_end_no_handler_and_no_worker(
                 return count(conn, "completed") == len(ids)
 
             wait_until(done)
-            wait_until(lambda: "not listening" in caplog.text)
+            wait_until(lambda: "no listener: error" in caplog.text)
             wait_until(lambda: sessions(conn, LISTENERS))
             # Its connection was idle, too.
             ids.append(enqueue(conn, "transaction"))
@@ -554,5 +591,6 @@ def test_a_roles_timeouts_end_no_handler_and_no_worker(
         assert [row(conn, task_id).attempt for task_id in ids] == [1] * 4
         assert sorted(runs.values()) == [1] * 4
         assert "no transaction" not in caplog.text
+        assert "no presence" not in caplog.text
     with connect(server.dsn()) as conn:
         conn.execute("drop role hasty")

@@ -66,10 +66,11 @@ select id + 20000, queue, 'a', '{}', (array['completed', 'failed', 'cancelled'])
   from given;
 select setval(pg_get_serial_sequence('pgsched.scheduled_tasks', 'id'), 9000100000);
 
-insert into pgsched.workers (id, name, queues, slots, started_at, seen_at)
-select n, name, '{default,bulk}', 10, clock_timestamp() - interval '1 year', clock_timestamp() - age
-  from (values (1, 'w', interval '1 second'), (2, 'gone', '2 days'), (3, 'lost', '25 hours'))
-       as given (n, name, age);
+insert into pgsched.workers (id, name, queues, slots, started_at, seen_at, presence)
+select n, name, '{default,bulk}', 10, clock_timestamp() - interval '1 year',
+       clock_timestamp() - age, name = 'killed'
+  from (values (1, 'w', interval '1 second'), (2, 'gone', '2 days'), (3, 'lost', '25 hours'),
+               (4, 'killed', '1 minute')) as given (n, name, age);
 insert into pgsched.listeners (queue, worker_id) values ('default', 1), ('default', 2);
 select setval(pg_get_serial_sequence('pgsched.workers', 'id'), 5000000000);
 """
@@ -148,7 +149,8 @@ def test_every_file_passes_and_leaves_no_trace(server: Server, attribute: str) -
         assert dump(server) == before
         locked = {row.rpartition(":")[0] for row in {*ask(dsn, LOCKS)}.difference(locks_before)}
         settings = {"queue default", "queue mail", "queue null"}
-        assert locked == {*settings, "worker gone", "worker lost"}  # as docs/testing.md says
+        workers = {"worker gone", "worker lost", "worker killed"}
+        assert locked == {*settings, *workers}  # as docs/testing.md says
         assert not rights_are_skipped(server)
 
 

@@ -13,6 +13,7 @@ from workers import (
     CANCEL,
     LISTENERS,
     PATIENCE,
+    PRESENCES,
     count,
     quick,
     row,
@@ -247,7 +248,7 @@ def test_what_waits_when_the_worker_stops_is_due_at_once_and_uncounted(
     assert count(conn, "queued") == 5
 
 
-def test_a_worker_has_one_connection_and_one_that_listens(
+def test_a_worker_has_three_connections_whatever_it_runs(
     dsn: str, conn: psycopg.Connection
 ) -> None:
     worker = quick(dsn, concurrency=20, queues=["default", "other"])
@@ -264,14 +265,15 @@ def test_a_worker_has_one_connection_and_one_that_listens(
         enqueue(conn, "async", queue="other")
     with running(worker):
         wait_until(lambda: count(conn, "processing") == 20)
-        wait_until(lambda: sessions(conn, LISTENERS))
+        for kind in (LISTENERS, PRESENCES):
+            wait_until(lambda: sessions(conn, kind))  # noqa: B023
         backends = """
             select count(*)
               from pg_stat_activity
              where datname = current_database() and pid <> pg_backend_pid()
                and backend_type = 'client backend'
             """
-        assert conn.execute(backends).fetchone() == (2,)
+        assert conn.execute(backends).fetchone() == (3,)
         gate.set()
         wait_until(lambda: count(conn, "completed") == 20)
 

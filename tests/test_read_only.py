@@ -1,6 +1,7 @@
 """In a read-only transaction and on a standby a call reads, or raises 25006 and asks for no lock.
 
-Which functions there are comes from the catalog, so that a new one fails here until it has a call.
+hold_presence, a procedure, is meant for read-only transactions, but not for a standby. Which
+functions there are comes from the catalog, so that a new one fails here until it has a call.
 """
 
 import shutil
@@ -90,6 +91,7 @@ def writes(conn: psycopg.Connection) -> dict[str, bool]:
         select proname::text, provolatile = 'v'
           from pg_proc
          where pronamespace = 'pgsched'::regnamespace and proname not like '\\_%'
+           and prokind = 'f'
         """
     )
     return dict(rows.fetchall())
@@ -204,6 +206,9 @@ def test_a_standby_reads_and_refuses_the_rest(server: Server, conn: psycopg.Conn
             with holder.transaction():
                 lock_all_tasks(holder)
                 refuse(looker, reader, things)
+            refusal = pytest.raises(psycopg.errors.ReadOnlySqlTransaction)
+            with refusal, reader.transaction():
+                reader.execute("call pgsched.hold_presence(%(worker)s)", things)
             assert content(looker) == before
             run(conn, "complete_task", things)
             wait_until(lambda: content(looker) == content(conn) != before)

@@ -16,8 +16,8 @@ import pytest
 from psycopg import rows, sql
 from workers import (
     CANCEL,
-    LISTENERS,
     PATIENCE,
+    PRESENCES,
     REAP,
     count,
     gated,
@@ -242,10 +242,10 @@ def test_the_effect_comes_once_although_the_connection_is_cut_at_the_commit(
 
 
 def transactional_sessions(conn: psycopg.Connection) -> list[int]:
-    """The sessions that handlers were given: all but the one that claims and the one that hears."""
-    listeners = sessions(conn, LISTENERS)
+    """The sessions that handlers were given."""
+    presences = sessions(conn, PRESENCES)
     idle = conn.execute("select pid from pg_stat_activity where state like 'idle in transaction%'")
-    return [pid for (pid,) in idle if pid not in listeners]
+    return [pid for (pid,) in idle if pid not in presences]
 
 
 def test_the_task_is_free_at_once_when_the_connection_dies(

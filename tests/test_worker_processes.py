@@ -137,7 +137,7 @@ def test_multiprocessing_may_fork(dsn: str, conn: psycopg.Connection, tmp_path: 
             return processes.map(abs, [-1, -2, -3])
 
     with running(worker):
-        wait_until(lambda: len(sessions(conn)) == 2)
+        wait_until(lambda: len(sessions(conn)) == 3)
         before = sessions(conn)
         forks = [enqueue(conn, "fork") for _ in range(3)]
         pools = [enqueue(conn, "pool") for _ in range(2)]

@@ -13,6 +13,8 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import psycopg
+from mutants import Mutant
+from mutants import install as install_mutant
 
 from pgsched import Task, Worker
 from pgsched.embedded import Server
@@ -133,6 +135,7 @@ def sessions(conn: psycopg.Connection, names: str = "pgsched %") -> list[int]:
 
 
 LISTENERS = "pgsched % listener"
+PRESENCES = "pgsched % presence"
 
 
 def end_sessions(conn: psycopg.Connection, names: str = "pgsched %") -> int:
@@ -141,6 +144,11 @@ def end_sessions(conn: psycopg.Connection, names: str = "pgsched %") -> int:
     for pid in pids:
         conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
     return len(pids)
+
+
+def shorten_grace(conn: psycopg.Connection, seconds: float) -> None:
+    """Let a worker be gone when nobody held its presence for so long, in place of 5 seconds."""
+    install_mutant(conn, Mutant("_gone_workers", "'5 seconds'", f"'{seconds} seconds'"))
 
 
 def quick(dsn: str, **options: Any) -> Worker:

@@ -587,8 +587,8 @@ begin
   raise exception using
     errcode = 'TS409',
     message = format('this claim of task %s is not current', p_id),
-    hint = 'The claim was completed, failed or released, or its lease ended and the task was '
-           'reaped. Drop the work: another worker may have the task.';
+    hint = 'The claim was completed, failed or released, or the task was reaped: its lease ended, '
+           'or its worker was gone. Drop the work: another worker may have the task.';
 end;
 $$;
 
@@ -1280,7 +1280,8 @@ begin
   -- A client whose network is gone would keep the task for hours otherwise; now 25 seconds.
   perform set_config('tcp_keepalives_idle', '10', true),
           set_config('tcp_keepalives_interval', '5', true),
-          set_config('tcp_keepalives_count', '3', true);
+          set_config('tcp_keepalives_count', '3', true),
+          set_config('tcp_user_timeout', '25000', true);
 end;
 $$;
 
@@ -1780,12 +1781,25 @@ begin
              'it holds its presence.';
   end if;
 
-  insert into pgsched.workers as w (name, queues, slots, started_at, seen_at, presence)
-  values (p_name, p_queues, p_slots, v_now, v_now, p_presence)
-  on conflict (name) do update
-     set queues = excluded.queues, slots = excluded.slots, seen_at = excluded.seen_at,
-         presence = excluded.presence, suspect_since = null
+  -- Not by an upsert, which would wait for an open reap_stale that suspects this worker, and the
+  -- worker's leases with it. A presence counts where it is to be seen: not that of another server
+  -- or database, and not that of the id that the worker had before its row was deleted.
+  update pgsched.workers as w
+     set queues = p_queues, slots = p_slots, seen_at = v_now, suspect_since = null,
+         presence = p_presence
+                    and (w.id % 2147483647)::integer::oid in (select pgsched._presences())
+   where w.id in (
+         select o.id from pgsched.workers as o where o.name = p_name for no key update skip locked)
   returning w.id into v_id;
+  if not found then
+    select w.id into v_id from pgsched.workers as w where w.name = p_name;
+  end if;
+  if not found then
+    insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
+    values (p_name, p_queues, p_slots, v_now, v_now)
+    on conflict (name) do update set seen_at = excluded.seen_at
+    returning w.id into v_id;
+  end if;
 
   -- A killed worker cannot sign off: nobody needs its row after a day, and nobody waits for its
   -- NOTIFY after 5 minutes. In this order, own row first, calls at the same time cannot deadlock.
@@ -1810,30 +1824,46 @@ $$;
 
 comment on function pgsched.register_worker is
   'Says that a worker process is there and returns the id of its row; a worker repeats it about '
-  'every minute. p_presence: it holds its presence now (hold_presence); to be said at once when '
-  'that changes. Deletes on the way who was not seen for a day, and listeners not seen for 5 '
-  'minutes. Raises TS400.';
+  'every minute. p_presence: it holds its presence now (hold_presence), which is noted if a '
+  'session of this database does; to be said at once when that changes. While another session has '
+  'the row locked, nothing is noted, until the next call. Deletes on the way who was not seen for '
+  'a day, and listeners not seen for 5 minutes. Raises TS400.';
 
 revoke all on function pgsched.register_worker from public;
 
 -- The lock and nothing else: written here, a row would pin the vacuum horizon for as long as the
--- worker lives. A procedure, since a select with a bound parameter would pin it, too. It waits for
--- a session that still has the lock: the worker's own, that the server has not yet missed.
+-- worker lives, and a lock of the table, which ends with the inner block, would stop migrations. A
+-- procedure, since a select with a bound parameter would pin the horizon, too. It waits for a
+-- session that still has the lock: the worker's own, that the server has not yet missed. Not for
+-- ever, since the horizon is pinned meanwhile.
 create procedure pgsched.hold_presence(p_worker_id bigint)
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set lock_timeout = '1 min'
 as $$
 begin
-  if not exists (select from pgsched.workers as w where w.id = p_worker_id) then
-    raise exception using
-      errcode = 'TS404',
-      message = format('there is no worker %s', coalesce(p_worker_id::text, 'null')),
-      hint = 'Call register_worker first, and again when its row was deleted.';
+  if pg_is_in_recovery() then
+    perform pgsched._raise_read_only();
   end if;
+  begin
+    if not exists (select from pgsched.workers as w where w.id = p_worker_id) then
+      raise exception using
+        errcode = 'TS404',
+        message = format('there is no worker %s', coalesce(p_worker_id::text, 'null')),
+        hint = 'Call register_worker first, and again when its row was deleted.';
+    end if;
+    raise exception using
+      errcode = 'TS200',
+      message = format('there is worker %s', p_worker_id),
+      hint = 'Caught here, to end the block.';
+  exception
+    when sqlstate 'TS200' then
+      null;
+  end;
   perform set_config(s.name, '0', true)
-     from pg_settings as s
-    where s.name in ('idle_in_transaction_session_timeout', 'transaction_timeout');
+     from unnest(array['idle_in_transaction_session_timeout', 'transaction_timeout']) as s (name)
+    where current_setting(s.name, true) is not null;
   perform pg_advisory_xact_lock(1339, (p_worker_id % 2147483647)::integer);
 end;
 $$;
@@ -1842,9 +1872,29 @@ comment on procedure pgsched.hold_presence is
   'Shows that a worker lives, until the caller''s transaction ends: begin isolation level read '
   'committed read only, this call, and then the session stays idle. No timeout ends it. The worker '
   'then registers with p_presence. When the transaction ends, by the worker''s death or otherwise, '
-  'reap_stale needs not wait for its leases. Raises TS404 (no such worker).';
+  'reap_stale needs not wait for its leases. Waits, for a minute at most, for a session that holds '
+  'it. Raises TS404 (no such worker).';
 
 revoke all on procedure pgsched.hold_presence from public;
+
+-- Whoever waits for it lives, too: an open reap_stale may have it for a look.
+create function pgsched._presences()
+  returns setof oid
+  language sql
+  stable
+as $$
+  select l.objid
+    from pg_locks as l
+   where l.locktype = 'advisory' and l.classid = 1339 and l.objsubid = 2
+     and l.mode = 'ExclusiveLock'
+     and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+$$;
+
+comment on function pgsched._presences is
+  'The second lock keys of the workers whose presence a session of this database holds or waits '
+  'for.';
+
+revoke all on function pgsched._presences from public;
 
 create function pgsched.unregister_worker(p_id bigint)
   returns void
@@ -2186,9 +2236,10 @@ comment on function pgsched.reap_stale is
 
 revoke all on function pgsched.reap_stale from public;
 
--- The lock is tried shared, so that two who look do not take each other for the worker; whoever
--- holds a presence itself would get it all the same. After a start of the server nobody has come
--- back yet: for 5 seconds, and from before it, nothing counts.
+-- The lock is tried shared, so that two who look do not take each other for the worker. Whoever
+-- holds a presence itself, or has looked before in the same transaction, gets it all the same: then
+-- pg_locks tells, which would cost more for all. After a start of the server nobody has come back
+-- yet: for 5 seconds, and from before it, nothing counts.
 create function pgsched._gone_workers(p_now timestamptz)
   returns text[]
   language plpgsql
@@ -2208,13 +2259,11 @@ begin
              where w.presence
              order by w.id
             offset 0) as s
-     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)
-       and not exists (
-           select
-             from pg_locks as l
-            where l.pid = pg_backend_pid() and l.mode = 'ExclusiveLock'
-              and l.locktype = 'advisory' and l.classid = 1339 and l.objsubid = 2
-              and l.objid = (s.id % 2147483647)::integer::oid));
+     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer));
+  v_absent := array(
+    select a.id
+      from unnest(v_absent) as a (id)
+     where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
   update pgsched.workers as w
      set suspect_since = case when w.id = any (v_absent) then p_now end
    where w.id in (
@@ -2267,7 +2316,7 @@ begin
            null) as e;
 exception
   when integrity_constraint_violation or data_exception or raise_exception
-       or program_limit_exceeded or data_corrupted or index_corrupted or internal_error then
+       or program_limit_exceeded or internal_error then
     if cardinality(p_ids) > 1 then
       return query
       select r.id, r.status

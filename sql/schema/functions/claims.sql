@@ -151,8 +151,8 @@ begin
   raise exception using
     errcode = 'TS409',
     message = format('this claim of task %s is not current', p_id),
-    hint = 'The claim was completed, failed or released, or its lease ended and the task was '
-           'reaped. Drop the work: another worker may have the task.';
+    hint = 'The claim was completed, failed or released, or the task was reaped: its lease ended, '
+           'or its worker was gone. Drop the work: another worker may have the task.';
 end;
 $$;
 

@@ -17,7 +17,8 @@ begin
   -- A client whose network is gone would keep the task for hours otherwise; now 25 seconds.
   perform set_config('tcp_keepalives_idle', '10', true),
           set_config('tcp_keepalives_interval', '5', true),
-          set_config('tcp_keepalives_count', '3', true);
+          set_config('tcp_keepalives_count', '3', true),
+          set_config('tcp_user_timeout', '25000', true);
 end;
 $$;
 

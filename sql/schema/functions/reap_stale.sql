@@ -78,9 +78,10 @@ comment on function pgsched.reap_stale is
 
 revoke all on function pgsched.reap_stale from public;
 
--- The lock is tried shared, so that two who look do not take each other for the worker; whoever
--- holds a presence itself would get it all the same. After a start of the server nobody has come
--- back yet: for 5 seconds, and from before it, nothing counts.
+-- The lock is tried shared, so that two who look do not take each other for the worker. Whoever
+-- holds a presence itself, or has looked before in the same transaction, gets it all the same: then
+-- pg_locks tells, which would cost more for all. After a start of the server nobody has come back
+-- yet: for 5 seconds, and from before it, nothing counts.
 create function pgsched._gone_workers(p_now timestamptz)
   returns text[]
   language plpgsql
@@ -100,13 +101,11 @@ begin
              where w.presence
              order by w.id
             offset 0) as s
-     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)
-       and not exists (
-           select
-             from pg_locks as l
-            where l.pid = pg_backend_pid() and l.mode = 'ExclusiveLock'
-              and l.locktype = 'advisory' and l.classid = 1339 and l.objsubid = 2
-              and l.objid = (s.id % 2147483647)::integer::oid));
+     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer));
+  v_absent := array(
+    select a.id
+      from unnest(v_absent) as a (id)
+     where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
   update pgsched.workers as w
      set suspect_since = case when w.id = any (v_absent) then p_now end
    where w.id in (
@@ -159,7 +158,7 @@ begin
            null) as e;
 exception
   when integrity_constraint_violation or data_exception or raise_exception
-       or program_limit_exceeded or data_corrupted or index_corrupted or internal_error then
+       or program_limit_exceeded or internal_error then
     if cardinality(p_ids) > 1 then
       return query
       select r.id, r.status

@@ -1,0 +1,110 @@
+"""The workload of the fault suite, without faults: the checker passes it, and sees broken SQL."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import clients
+import mutants
+import psycopg
+import pytest
+from checker import Report, check
+from history import Recorder, read
+from mutants import Mutant
+from run import prepare, stored
+
+TOKEN_OF_AN_ATTEMPT = Mutant(
+    "claim_task",
+    "claim_token = gen_random_uuid()",
+    "claim_token = md5(t.id || ' ' || t.attempt)::uuid",
+)
+CLAIM_WITHOUT_TIME = Mutant("claim_task", "and s.run_at <= v_now", "")
+CLAIM_WITHOUT_COUNT = Mutant("claim_task", "attempt = t.attempt + 1", "attempt = t.attempt")
+PRESENCE_WITHOUT_GRACE = Mutant(
+    "_gone_workers", "between v_start and p_now - interval '5 seconds'", "<= p_now"
+)
+PRESENCE_UNSEEN = [
+    Mutant("_gone_workers", words, "")
+    for words in (
+        "where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)",
+        "where (a.id % 2147483647)::integer::oid not in (select pgsched._presences())",
+    )
+]
+PRUNE_WHAT_IS_YOUNG = Mutant(
+    "prune_finished", "f.finished_at < v_kind.finished_before", "f.finished_at < v_now"
+)
+
+
+def work(dsn: str, folder: Path, rounds: Sequence[float], find: str = "") -> Report:
+    """Let SQL clients work, for so many seconds each time, until the checker finds this kind."""
+    folder.mkdir()
+    recorder = Recorder(folder, "clients")
+    ids: deque[int] = deque(maxlen=1000)
+    producer = clients.Producer(recorder, dsn, "producer", ids)
+    everybody = [
+        producer,
+        clients.Operator(recorder, dsn, "operator", ids),
+        *(clients.SqlWorker(recorder, dsn, f"worker {number}") for number in range(4)),
+        *(clients.LateWorker(recorder, dsn, f"late worker {number}") for number in range(2)),
+        clients.PresentWorker(recorder, dsn, "present worker"),
+    ]
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        prepare(conn)
+        [(now,)] = conn.execute("select date_part('epoch', clock_timestamp())")
+        recorder.note("clock", now)
+        for seconds in rounds:
+            producer.quota += 1000 * seconds
+            stop = Event()
+            threads = clients.start(everybody, stop)
+            time.sleep(seconds)
+            stop.set()
+            for thread in threads:
+                thread.join()
+            with conn.transaction():
+                report = check(read(folder), stored(conn))
+            if find in {violation.kind for violation in report.violations}:
+                break
+    recorder.close()
+    return report
+
+
+def test_the_workload_passes(dsn: str, tmp_path: Path) -> None:
+    report = work(dsn, tmp_path / "history", [4])
+    assert [each for each in report.violations if each.kind != "unfinished"] == []
+    assert {call for call, _ in report.calls} == {
+        *("enqueue", "claim", "complete", "fail", "release", "extend", "transact"),
+        *("cancel", "retry", "reap", "maintain", "register"),
+    }
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (mutants.CLAIM_WITHOUT_ROW_LOCK, "overlap"),
+        (CLAIM_WITHOUT_TIME, "early"),
+        (CLAIM_WITHOUT_COUNT, "attempt"),
+        (TOKEN_OF_AN_ATTEMPT, "token"),
+        (mutants.COMPLETE_WITHOUT_TOKEN, "stale"),
+        (mutants.BATCH_COMPLETION_WITHOUT_TOKEN, "lost"),
+        (mutants.FAILURE_WITHOUT_TOKEN, "stale"),
+        (mutants.BATCH_LOCK_WITHOUT_TOKEN, mutants.BATCH_FAILURE_WITHOUT_TOKEN, "stale"),
+        (mutants.BATCH_LOCK_WITHOUT_TOKEN, mutants.BATCH_RELEASE_WITHOUT_TOKEN, "stale"),
+        (mutants.EXTENSION_WITHOUT_TOKEN, "stale"),
+        (mutants.REAP_BY_ID_ONLY, "overlap"),
+        (PRESENCE_WITHOUT_GRACE, "overlap"),
+        pytest.param((*PRESENCE_UNSEEN, "overlap"), marks=pytest.mark.long),
+        (PRUNE_WHAT_IS_YOUNG, "lost"),
+        (mutants.RETRY_OF_ANY_STATUS, "revived"),
+    ],
+)
+def test_a_broken_function_is_seen(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path, broken: tuple[Any, ...]
+) -> None:
+    *parts, kind = broken
+    for mutant in parts:
+        mutants.install(conn, mutant)
+    report = work(dsn, tmp_path / "history", [0.5, 1, 2, 4, 8, 16], kind)
+    assert kind in {violation.kind for violation in report.violations}
