@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-long faults migration check-migration clean
+.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-metrics test-long faults migration check-migration clean
 
 help: ## this list
 	@echo "pgsched: make ..."
@@ -41,6 +41,10 @@ pytest: .venv/dev.done .venv/pgtap/pgtap.sql ## the Python tests, on a private P
 test-pgbouncer: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests through a transaction-mode pooler
 	@echo "Running the tests through PgBouncer (pytest)"
 	@$(BIN)/python -m pytest -m "pgbouncer and not long"
+
+test-metrics: .venv/dev.done .venv/promtool/promtool ## the metrics, as Prometheus' promtool sees them
+	@echo "Checking the metrics (promtool)"
+	@$(BIN)/python -m pytest -m promtool
 
 test-long: .venv/dev.done .venv/pgtap/pgtap.sql .venv/pgbouncer/pgbouncer ## the tests that take long
 	@echo "Running the long tests (pytest)"
@@ -110,4 +114,9 @@ quietly = { $(1); } > .venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1;
 .venv/pgbouncer/pgbouncer: tests/install_pgbouncer.sh | .venv/venv.done
 	@echo "Fetching PgBouncer into .venv/pgbouncer"
 	@sh tests/install_pgbouncer.sh .venv/pgbouncer
+	@touch $@
+
+.venv/promtool/promtool: tests/install_promtool.sh | .venv/venv.done
+	@echo "Fetching promtool into .venv/promtool"
+	@sh tests/install_promtool.sh .venv/promtool
 	@touch $@

@@ -86,6 +86,10 @@ class QueueStats:
     oldest_due_age: timedelta
 
 
+DatabaseStats = tuple[int, timedelta, list[QueueStats]]
+"""How many workers there are, the age of the oldest snapshot, the queues."""
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Raise pgsched's exception in place of a psycopg.Error that carries an SQLSTATE of pgsched."""
@@ -429,7 +433,125 @@ def queue_stats(conn: Connection) -> list[QueueStats]:
     return [QueueStats(*(*figures, timedelta(seconds=age))) for *figures, age in rows]
 
 
+def database_stats(conn: Connection) -> DatabaseStats:
+    """By one statement, which is given up after 3 seconds."""
+    with conn.transaction():
+        conn.execute("select set_config('statement_timeout', '3s', true)")
+        rows = conn.execute(
+            """
+            select v.workers, date_part('epoch', v.oldest_snapshot_age),
+                   s.queue, s.paused, s.queued, s.due, s.processing, s.failed,
+                   date_part('epoch', s.oldest_due_age)
+              from pgsched.server_stats() as v
+              left join pgsched.queue_stats() as s on true
+            """
+        ).fetchall()
+    workers, snapshot_age, *_ = rows[0]
+    queues = [
+        QueueStats(*(*figures, timedelta(seconds=age)))
+        for _, _, *figures, age in rows
+        if age is not None  # as when there is no queue
+    ]
+    return workers, timedelta(seconds=snapshot_age), queues
+
+
 def schema_version(conn: Connection) -> str:
     """Number of the newest migration in the database."""
     [(version,)] = conn.execute("select pgsched.schema_version()")
     return str(version)
+
+
+def get_task(conn: Connection, task_id: int) -> tuple[dict[str, Any], str, str | None]:
+    """What there is of a task, with times in UTC, and its payload and result as JSON text."""
+    [(_, task, payload, result)] = conn.execute(
+        """
+        select set_config('timezone', 'UTC', true), json_build_object(
+                 'id', t.id, 'queue', t.queue, 'task_type', t.task_type, 'status', t.status,
+                 'priority', t.priority, 'attempt', t.attempt, 'max_attempts', t.max_attempts,
+                 'now', clock_timestamp(), 'run_at', t.run_at, 'created_at', t.created_at,
+                 'claimed_by', t.claimed_by, 'claimed_at', t.claimed_at,
+                 'lease_expires_at', t.lease_expires_at, 'finished_at', t.finished_at,
+                 'cancel_requested_at', t.cancel_requested_at, 'unique_key', t.unique_key,
+                 'concurrency_key', t.concurrency_key, 'last_error', t.last_error),
+               t.payload::text, t.result::text
+          from pgsched.get_task(p_id => %s::bigint) as t
+        """,
+        (task_id,),
+    )
+    return task, payload, result
+
+
+def list_workers(conn: Connection) -> list[dict[str, Any]]:
+    """One for each worker, with times in UTC; ``seen_age`` in seconds."""
+    rows = conn.execute(
+        "select set_config('timezone', 'UTC', true), to_json(w),"
+        " date_part('epoch', clock_timestamp() - w.seen_at) from pgsched.list_workers() as w"
+    )
+    return [{**worker, "seen_age": age} for _, worker, age in rows]
+
+
+def server_stats(conn: Connection) -> dict[str, Any]:
+    """Figures of the whole server; ``oldest_snapshot_age`` in seconds."""
+    [(stats, age)] = conn.execute(
+        "select to_json(s), date_part('epoch', s.oldest_snapshot_age)"
+        " from pgsched.server_stats() as s"
+    )
+    return {**stats, "oldest_snapshot_age": age}
+
+
+def recent_rates(conn: Connection, seconds: int) -> list[dict[str, Any]]:
+    """What ended in the last seconds, by queue. Counts stop at 10,000."""
+    rows = conn.execute(
+        "select to_json(r) from pgsched.recent_rates(p_seconds => %s::integer) as r", (seconds,)
+    )
+    return [rate for (rate,) in rows]
+
+
+def diagnose(conn: Connection) -> list[dict[str, str | None]]:
+    """What was found, each with check_name, level, finding and advice."""
+    return [found for (found,) in conn.execute("select to_json(d) from pgsched.diagnose() as d")]
+
+
+def cancel_task(conn: Connection, task_id: int) -> str:
+    """cancelled, requested (it is running) or finished (it had ended already)."""
+    [(outcome,)] = conn.execute("select pgsched.cancel_task(p_id => %s::bigint)", (task_id,))
+    return str(outcome)
+
+
+def retry_task(conn: Connection, task_id: int) -> str:
+    """The status that the task has now: queued."""
+    conn.execute("select pgsched.retry_task(p_id => %s::bigint)", (task_id,))
+    return "queued"
+
+
+def pause_queue(conn: Connection, queue: str) -> None:
+    """Its tasks are not handed out any more."""
+    conn.execute("select pgsched.pause_queue(p_queue => %s)", (queue,))
+
+
+def resume_queue(conn: Connection, queue: str) -> None:
+    """They are again."""
+    conn.execute("select pgsched.resume_queue(p_queue => %s)", (queue,))
+
+
+def maintain(conn: Connection) -> dict[str, int | None]:
+    """Of each step, how many tasks it changed; None: it could not run now."""
+    return dict(conn.execute("select m.step, m.affected from pgsched.maintain() as m").fetchall())
+
+
+RIGHTS = """
+select quote_ident(current_user), has_schema_privilege(n.oid, 'usage'),
+       array(select p.proname::text
+               from pg_proc as p
+              where p.pronamespace = n.oid and p.proname not like '\\_%'
+                and not has_function_privilege(p.oid, 'execute')
+              order by p.proname)
+  from (select to_regnamespace('pgsched')) as n (oid)
+"""
+"""By the catalog: whose rights are in question may be unable to call any function of pgsched."""
+
+
+def missing_rights(conn: Connection) -> tuple[str, bool | None, list[str]]:
+    """This role; whether it may use the schema, None: there is none; what it may not call."""
+    [(role, usage, functions)] = conn.execute(RIGHTS)
+    return role, usage, functions

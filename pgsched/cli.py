@@ -6,17 +6,27 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import psycopg
 
-from pgsched import calls
-from pgsched.errors import PgschedError, from_database
+from pgsched import calls, top
+from pgsched.doctor import examine
+from pgsched.errors import PgschedError, TaskNotFound, WrongState
 from pgsched.migrate import MigrationError, migrate
+from pgsched.text import ascii_json, explained, plain
 from pgsched.worker import Worker
+
+SHOWN = 1000
+"""Characters of a value that `show` prints."""
+
+WIDE = 10_000
+"""Columns and rows where nobody counts them."""
 
 
 class _Group(click.Group):
@@ -25,12 +35,10 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (PgschedError, MigrationError) as error:
-            raise click.ClickException(str(error)) from error
-        except psycopg.Error as error:
-            translated = from_database(error)
-            text = " ".join(str(translated).split()) or type(error).__name__
-            raise click.ClickException(text) from error
+        except (PgschedError, MigrationError, psycopg.Error) as error:
+            if ctx.params["debug"]:
+                raise
+            raise click.ClickException(explained(error)) from error
 
 
 dsn_option = click.option(
@@ -41,21 +49,51 @@ dsn_option = click.option(
 )
 
 
+json_option = click.option(
+    "--json",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, _, as_json: setattr(context, "obj", as_json),
+    help="Print one JSON document instead of text.",
+)
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pgsched", message="%(prog)s %(version)s")
-def main() -> None:
+@click.option("--debug", is_flag=True, help="Show where in the program an error came from.")
+def main(debug: bool) -> None:
     """A distributed task scheduler inside PostgreSQL."""
+    with suppress(AttributeError):  # there may be no stdout
+        # A name that the terminal's character set lacks is no reason to fail.
+        cast("Any", sys.stdout).reconfigure(errors="backslashreplace")
 
 
-@main.command("migrate")
-@dsn_option
+def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A command about a database, whose output may be JSON."""
+    return lambda function: main.command(name)(dsn_option(json_option(function)))
+
+
+def _print(document: Any, lines: Iterable[str], *, failed: bool = False) -> None:
+    """Print one JSON document, or lines; exit code 1 when something was refused or found."""
+    if click.get_current_context().obj:
+        click.echo(document if isinstance(document, str) else json.dumps(document))
+    else:
+        for line in lines:
+            click.echo(plain(line))
+    if failed:
+        raise SystemExit(1)
+
+
+def _connect(dsn: str) -> calls.Connection:
+    return calls.connect(dsn, application_name="pgsched")
+
+
+@_command("migrate")
 def migrate_command(dsn: str) -> None:
     """Install schema pgsched in a database, or bring it up to date."""
     applied = migrate(dsn)
-    for migration_id in applied:
-        click.echo(f"applied {migration_id}")
-    if not applied:
-        click.echo("nothing to do: the schema is up to date")
+    lines = [f"applied {migration_id}" for migration_id in applied]
+    _print({"applied": applied}, lines or ["nothing to do: the schema is up to date"])
 
 
 @main.command("worker")
@@ -75,6 +113,7 @@ def migrate_command(dsn: str) -> None:
 @click.option("--drain", is_flag=True, help="End when no task is due and none runs.")
 @click.option("--metrics-port", type=int, help="Serve Prometheus metrics on this port.")
 @click.option("--metrics-host", help="Address for it. Default: all of this machine.")
+@click.option("--db-metrics", is_flag=True, default=None, help="With figures of all queues.")
 @click.option("--verbose", is_flag=True, help="Log every task.")
 def worker_command(app: str, drain: bool, verbose: bool, **options: Any) -> None:
     """Run a worker until SIGTERM or SIGINT; a second signal ends it at once.
@@ -116,10 +155,9 @@ def _load(app: str) -> Worker:
     return worker
 
 
-@main.command("enqueue")
+@_command("enqueue")
 @click.argument("task_type")
 @click.argument("payload", default="{}")
-@dsn_option
 @click.option("--queue", default="default", show_default=True)
 @click.option("--delay", type=float, metavar="SECONDS", help="Not before this long from now.")
 @click.option("--priority", type=int, default=5, show_default=True, help="0 (first) to 9 (last).")
@@ -137,49 +175,151 @@ def enqueue_command(
         wait = None if delay is None else timedelta(seconds=delay)
     except (ValueError, OverflowError) as error:
         raise click.UsageError(f"--delay is out of range: {error}") from error
-    with calls.connect(dsn, application_name="pgsched") as connection:
+    with _connect(dsn) as connection:
         task_id = calls.enqueue(connection, task_type, value, delay=wait, **options)
-    click.echo(task_id)
+    _print({"id": task_id}, [str(task_id)])
 
 
-@main.command("status")
-@dsn_option
+@_command("status")
 def status_command(dsn: str) -> None:
     """Show the queues: what waits, runs and failed."""
-    with calls.connect(dsn, application_name="pgsched") as connection:
+    with _connect(dsn) as connection:
         version = calls.schema_version(connection)
-        queues = calls.queue_stats(connection)
-    click.echo(f"schema {version}, {len(queues)} queue{'' if len(queues) == 1 else 's'}")
-    if queues:
-        header = ("queue", "queued", "due", "oldest due", "running", "failed")
-        table = [
-            (
-                row.queue + (" (paused)" if row.paused else ""),
-                *(_count(number) for number in (row.queued, row.due)),
-                _age(row.oldest_due_age),
-                *(_count(number) for number in (row.processing, row.failed)),
-            )
-            for row in queues
-        ]
-        _print_table(header, table)
+        queues = top.queue_stats(connection)
+    head = f"schema {version}, {len(queues)} queue{'' if len(queues) == 1 else 's'}"
+    lines = [head, *top.queue_table(queues, WIDE)]
+    if not queues:
+        lines = [f"{head}: none has tasks that are live or failed for good, or settings of its own"]
+    _print({"schema": version, "queues": queues}, lines)
 
 
-def _count(number: int) -> str:
-    return "10000+" if number >= 10_000 else str(number)
+@_command("top")
+@click.option("--interval", type=float, metavar="SECONDS", default=2, show_default=True)
+def top_command(dsn: str, interval: float) -> None:
+    """Watch queues and workers, until q is pressed.
+
+    Looks once with --json, and where there is no terminal.
+    """
+    with _connect(dsn) as connection:
+        view = top.look(connection)
+    as_json = click.get_current_context().obj
+    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        _print(view, top.lines(view, WIDE, WIDE))
+    else:
+        top.watch(dsn, view, min(max(0.1, interval), 3600))
 
 
-def _age(age: timedelta) -> str:
-    return f"{age.total_seconds():.1f} s" if age else "-"
+@_command("show")
+@click.argument("task_id", metavar="ID", type=int)
+def show_command(dsn: str, task_id: int) -> None:
+    """Show what is known of a task."""
+    with _connect(dsn) as connection:
+        task, payload, result = calls.get_task(connection, task_id)
+    lines = []
+    for name, value in {**task, "payload": payload, "result": result}.items():
+        if value is not None:
+            text, size = str(value)[:SHOWN], len(str(value))
+            cut = f"… ({size} characters: --json shows them all)" if size > SHOWN else ""
+            lines.append(f"{name:<20}{text}{cut}")
+    # As the server wrote them: Python does not read every number that jsonb holds.
+    document = f'{json.dumps(task)[:-1]}, "payload": {payload}, "result": {result or "null"}}}'
+    _print(ascii_json(document), lines)
 
 
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        first, *others = (
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+_SAID = {
+    "queued": "Task {} is queued again, and due now.",
+    "cancelled": "Task {} is cancelled.",
+    "requested": "Task {} is running: its worker is told to stop. If it completes, it counts.",
+    "finished": "Task {} had ended already.",
+}
+
+
+def _each(dsn: str, task_ids: Iterable[int], call: Callable[[calls.Connection, int], str]) -> None:
+    """One call for each task; what is refused is said, and the others are done."""
+    outcomes: list[dict[str, Any]] = []
+    with _connect(dsn) as connection:
+        for task_id in task_ids:
+            try:
+                with calls.translated():
+                    outcomes.append({"id": task_id, "outcome": call(connection, task_id)})
+            except (TaskNotFound, WrongState) as error:
+                outcomes.append({"id": task_id, "outcome": None, "error": str(error)})
+                click.echo(f"Error: {explained(error)}", err=True)
+    done = [each for each in outcomes if each["outcome"]]
+    lines = [_SAID[each["outcome"]].format(each["id"]) for each in done]
+    _print(outcomes, lines, failed=done != outcomes)
+
+
+task_ids = click.argument("task_ids", metavar="ID...", type=int, nargs=-1, required=True)
+
+
+@_command("retry")
+@task_ids
+def retry_command(dsn: str, task_ids: tuple[int, ...]) -> None:
+    """Queue failed or cancelled tasks again, due now, with all their attempts."""
+    _each(dsn, task_ids, calls.retry_task)
+
+
+@_command("cancel")
+@task_ids
+def cancel_command(dsn: str, task_ids: tuple[int, ...]) -> None:
+    """Cancel tasks: queued ones at once, running ones by asking their workers to stop."""
+    _each(dsn, task_ids, calls.cancel_task)
+
+
+@_command("pause")
+@click.argument("queue")
+def pause_command(dsn: str, queue: str) -> None:
+    """Hand out no more tasks of a queue. What runs goes on, and so does enqueuing."""
+    with _connect(dsn) as connection:
+        calls.pause_queue(connection, queue)
+    _print({"queue": queue, "paused": True}, [f"Queue {queue} is paused."])
+
+
+@_command("resume")
+@click.argument("queue")
+def resume_command(dsn: str, queue: str) -> None:
+    """Hand out the tasks of a paused queue again."""
+    with _connect(dsn) as connection:
+        calls.resume_queue(connection, queue)
+    _print({"queue": queue, "paused": False}, [f"Queue {queue} is not paused."])
+
+
+@_command("reap")
+def reap_command(dsn: str) -> None:
+    """Take back the tasks of workers that are lost, as running workers do every 2 seconds."""
+    reaped: list[tuple[int, str]] = []
+    with _connect(dsn) as connection:
+        while batch := calls.reap_stale(connection, 1000):
+            reaped += batch
+    lines = [f"Task {task_id} is {status}." for task_id, status in reaped]
+    document = [{"id": task_id, "status": status} for task_id, status in reaped]
+    _print(document, lines or ["No task is held by a worker that is lost."])
+
+
+@_command("maintain")
+def maintain_command(dsn: str) -> None:
+    """Do once what has to be done every minute. Running workers do it themselves."""
+    with _connect(dsn) as connection:
+        connection.add_notice_handler(
+            lambda notice: click.echo(f"Warning: {plain(notice.message_primary or '')}", err=True)
         )
-        click.echo("  ".join((first, *others)).rstrip())
+        steps = calls.maintain(connection)
+    lines = [f"{step}: {'not now' if done is None else done}" for step, done in steps.items()]
+    _print(steps, lines)
+
+
+@_command("doctor")
+def doctor_command(dsn: str) -> None:
+    """Look for what keeps tasks from running, or will, and say what to do."""
+    findings = list(examine(dsn))
+    lines = []
+    for each in findings:
+        lines.append(f"{each['level']:<8} {each['check_name']:<13} {each['finding']}")
+        if each["advice"]:
+            lines.append(f"{'':<22} -> {each['advice']}")
+    failed = any(each["level"] in ("warning", "error") for each in findings)
+    _print(findings, lines, failed=failed)
 
 
 @main.command("demo")

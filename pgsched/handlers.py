@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -100,8 +101,8 @@ class Executor:
 
     ``running``: handlers that run. ``waiting``: claims whose handler has not begun, and since when
     they wait, by time.monotonic(). ``deadlines``: when handlers with a timeout are to end, by
-    token. ``done`` is called from the thread that ran the handler. A handler that never ends does
-    not keep the process from ending.
+    token. ``done`` is called from the thread that ran the handler, which runs in a context that
+    ``timed`` makes. A handler that never ends does not keep the process from ending.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class Executor:
         concurrency: int,
         transactions: Transactions,
         done: Callable[[Outcome], None],
+        timed: Callable[[Claim], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._handlers = handlers
         self._concurrency = concurrency
         self._transactions = transactions
         self._done = done
+        self._timed = timed
         self._lock = threading.Lock()
         self.running = 0
         self._in_transaction = 0
@@ -234,13 +237,17 @@ class Executor:
             if handler.takes_connection:
                 outcome = self._run_in_transaction(claim, handler)
             else:
-                outcome = run_function(claim, partial(call, claim, handler))
+                outcome = run_function(claim, partial(self._call, claim, handler))
             self._idle.release()
             self._end(outcome)
 
+    def _call(self, claim: Claim, handler: Handler, *more: Any) -> str | None:
+        with self._timed(claim):
+            return call(claim, handler, *more)
+
     def _run_in_transaction(self, claim: Claim, handler: Handler) -> Outcome:
         def work(connection: Connection) -> str | None:
-            result = call(claim, handler, connection)
+            result = self._call(claim, handler, connection)
             if time.monotonic() >= self.deadlines.get(claim.token, math.inf):
                 raise TimeoutError(f"timed out after {handler.timeout:g} s")
             return result
@@ -274,10 +281,12 @@ class Executor:
             await asyncio.wait(self._coroutines.values(), timeout=CANCEL_SECONDS)
         asyncio.get_running_loop().stop()
 
+    async def _await(self, claim: Claim) -> Outcome:
+        with self._timed(claim):
+            return await run_coroutine(claim, self._handlers[claim.task_type])
+
     def _start_coroutine(self, claim: Claim) -> None:
-        coroutine = asyncio.get_running_loop().create_task(
-            run_coroutine(claim, self._handlers[claim.task_type])
-        )
+        coroutine = asyncio.get_running_loop().create_task(self._await(claim))
         self._coroutines[claim.token] = coroutine
 
         def ended(coroutine: asyncio.Task[Outcome]) -> None:

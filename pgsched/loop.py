@@ -49,6 +49,8 @@ LOCKED_SECONDS = 0.05
 """Wait before an outcome whose row another transaction had locked is reported again."""
 REFUSED_SECONDS = 1.0
 """Wait before an outcome that the database refused for now is reported again."""
+IN_TOUCH_SECONDS = 15.0
+"""After so long without a turn, the database, or this process, is taken for stuck."""
 
 REFUSED = ("22", "23", "54", "P0", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
@@ -115,7 +117,12 @@ class Loop:
         self._drain = drain
         self._stopping = False
         self._transactions = Transactions(settings.dsn, name, settings.connections)
-        self._executor = Executor(handlers, settings.concurrency, self._transactions, inbox.put)
+        self._executor = Executor(
+            handlers, settings.concurrency, self._transactions, inbox.put, metrics.handling
+        )
+        metrics.slots(lambda: settings.concurrency)
+        metrics.busy(lambda: self.running)
+        metrics.prefetched(lambda: len(self._executor.waiting))
         # From claim_task's answer until the database accepted the outcome. By token: the same task
         # may be claimed again while a lost claim's handler still runs.
         self._held: dict[UUID, Claim] = {}
@@ -125,6 +132,7 @@ class Loop:
         now = time.monotonic()
         self._rate = 0.0
         self._ended, self._measured_at = 0, now
+        self._in_touch_at = -math.inf
         self._listener: Listener | None = None
         self._announced: bool | None = None
         self._presence: Presence | None = None
@@ -156,6 +164,12 @@ class Loop:
         """Handlers that run."""
         return self._executor.running
 
+    @property
+    def unready(self) -> str:
+        """Why it can do nothing now, if so."""
+        in_touch = time.monotonic() < self._in_touch_at + IN_TOUCH_SECONDS
+        return "" if in_touch else "the database does not answer"
+
     def run(self) -> None:
         """Until stopped or, when it drains, nothing is due; see Worker.run."""
         queues, types = ",".join(self._shares), ",".join(self._handlers)
@@ -166,7 +180,6 @@ class Loop:
         wait = 0.0
         while True:
             self._receive(wait)
-            self._metrics.slots_busy.set(self.running)
             if self._stopping:
                 if deadline is None:
                     deadline = time.monotonic() + self._settings.grace
@@ -178,20 +191,20 @@ class Loop:
                 if connection is None:
                     connection = self._connect()
                 wait = self._turn(connection)
-                failures = 0
+                failures, self._in_touch_at = 0, time.monotonic()
             except PgschedError:
                 self._executor.close()
                 raise
             except Exception as error:
                 wait = self._backoff(failures)
-                failures += 1
+                failures, self._in_touch_at = failures + 1, -math.inf
                 log.warning(
                     "database: error=%r retry_in=%.1fs",
                     *(_first_line(error), wait),
                     exc_info=not isinstance(error, psycopg.Error),
                 )
                 if connection is not None:
-                    self._metrics.reconnects.inc()
+                    self._metrics.reconnects(1)
                     connection.close()
                     connection = None
             if deadline is not None:
@@ -409,7 +422,8 @@ class Loop:
         if time.monotonic() >= self._extension.at:
             return ["busy"] * len(batch)
         try:
-            return tell(connection, batch)
+            with self._metrics.flush():
+                return tell(connection, batch)
         except psycopg.Error as error:
             if connection.closed or _is(error, NOTHING_GOES):
                 raise
@@ -468,7 +482,7 @@ class Loop:
         reaped = calls.reap_stale(connection, BATCH)
         for task_id, status in reaped:
             log.warning("reaped: task=%d status=%s", task_id, status)
-            self._metrics.reaped.labels(status).inc()
+            self._metrics.reaped(1, status)
         rest = 0.0 if len(reaped) == BATCH else REAP_SECONDS * random.uniform(0.75, 1.0)
         return time.monotonic() + rest
 
@@ -498,7 +512,8 @@ class Loop:
                 break
             limit = min(BATCH, math.ceil(free * share.weight / weights))
             weights -= share.weight
-            claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
+            with self._metrics.claim(queue):
+                claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
             room -= len(claims)
             share.turn += len(claims) / share.weight
             share.empty = len(claims) < limit
@@ -506,7 +521,7 @@ class Loop:
                 rest = self._settings.poll_interval * random.uniform(0.5, 1.5)
                 share.poll_at = time.monotonic() + rest
             if claims:
-                self._metrics.lock_contention.labels(queue).inc(claims[0].contended)
+                self._metrics.contention(claims[0].contended, queue)
             for claim in claims:
                 self._start(claim)
         return min(share.poll_at for share in self._shares.values())
@@ -524,7 +539,8 @@ class Loop:
     def _settle(self, claim: Claim, how: str) -> None:
         """The claim is over, and counted."""
         if how == "completed":
-            self._observe_latency(claim)
+            latency = self._metrics.since_due(claim)
+            self._metrics.latency(latency, claim.queue, claim.task_type)
         del self._held[claim.token]
         self._unreported.pop(claim.token, None)
         if self._drain and not self._held:
@@ -533,7 +549,7 @@ class Loop:
                 share.empty, share.poll_at = False, time.monotonic()
             self._claiming.at = time.monotonic()
         task_type = claim.task_type if claim.task_type in self._handlers else ""
-        self._metrics.outcomes.labels(claim.queue, task_type, how).inc()
+        self._metrics.outcomes(1, claim.queue, task_type, how)
         log.log(
             logging.ERROR if how == "failed" else logging.DEBUG,
             "ended: task=%d task_type=%s attempt=%d outcome=%s",
@@ -545,13 +561,6 @@ class Loop:
         self._executor.cancel(claim)
         log.warning("claim lost: task=%d attempt=%d", claim.id, claim.attempt)
         self._settle(claim, "lost")
-
-    def _observe_latency(self, claim: Claim) -> None:
-        """run_at to now: by the server's clock until the claim, by this machine's from there on."""
-        waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
-        self._metrics.scheduling_latency.labels(claim.queue, claim.task_type).observe(
-            max(0.0, waited) + time.monotonic() - claim.claimed_at
-        )
 
     def _sign_off(self, connection: Connection) -> None:
         try:

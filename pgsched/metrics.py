@@ -1,18 +1,56 @@
 """What a worker counts and times, in Prometheus' form. prometheus_client is imported only here."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import cache, lru_cache, partial
+from threading import Lock, Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from pgsched import calls
+from pgsched.calls import Claim, QueueStats
+from pgsched.handlers import error_text
+from pgsched.worker import fulfil
 
 log = logging.getLogger("pgsched")
 
-LATENCY_BUCKETS = (
+TASK_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
     *(60, 300, 900, 3600),
 )
 """1 millisecond to 1 hour."""
+CALL_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+"""Half a millisecond to 10 seconds."""
+OUTCOMES = ("completed", "retried", "failed", "cancelled", "released", "lost")
+REAPED = ("queued", "failed", "cancelled")
+
+Labels = dict[str, tuple[str, ...]]
+"""Names of labels. One of the last label's values, if they are told here, brings all others along:
+Prometheus sees no increase in a series that begins with 1."""
+Record = Callable[..., None]
+"""Takes an amount, then the values of the labels. Never raises."""
+
+QUEUES = 100
+"""Most queues that the figures of the database name."""
+ANSWER_SECONDS = 4.0
+"""How long a scrape waits for the database."""
+FRESH_SECONDS = 1.0
+"""What the database was asked so lately, it is not asked again."""
+CLIENTS = 100
+"""Most requests at once."""
+CLIENT_SECONDS = 5.0
+"""How long a client may be silent, and may take to read its answer."""
 
 
 class Metrics:
@@ -22,55 +60,211 @@ class Metrics:
     handler for, and the outcomes named here.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, lease: float) -> None:
         self.registry = CollectorRegistry()
-        self.scheduling_latency = Histogram(
-            "pgsched_scheduling_latency_seconds",
-            "Time from a task's run_at to its accepted completion.",
-            ["queue", "task_type"],
-            buckets=LATENCY_BUCKETS,
-            registry=self.registry,
+        self._lease = timedelta(seconds=lease)
+        self._tell_once = lru_cache(log.error)
+        none, queue = Labels(), Labels(queue=())
+        task = Labels(queue=(), task_type=())
+        of_task = partial(self._new, Histogram, task, buckets=TASK_BUCKETS)
+        of_call = partial(self._new, Histogram, buckets=CALL_BUCKETS)
+        claims = of_call(queue, "claim_duration_seconds", "Claims of a batch of tasks.")
+        flushes = of_call(none, "flush_duration_seconds", "Reports of a batch of outcomes.")
+        self.claim, self.flush = partial(timed, claims), partial(timed, flushes)
+        self.latency = of_task("scheduling_latency_seconds", "run_at to accepted completion.")
+        self.start_delay = of_task("start_delay_seconds", "run_at to the begin of the handler.")
+        self.handler = of_task("handler_duration_seconds", "Handlers, however they ended.")
+        gauge, counter = partial(self._new, Gauge), partial(self._new, Counter)
+        self.slots = gauge(none, "worker_slots", "Tasks this worker runs at once.")
+        self.busy = gauge(none, "worker_slots_busy", "Tasks this worker runs now.")
+        self.prefetched = gauge(none, "worker_prefetched", "Claims whose handler has not begun.")
+        self.contention = counter(queue, "lock_contention_total", "Due tasks that others held.")
+        self.outcomes = counter(
+            task | {"outcome": OUTCOMES}, "task_outcomes_total", "Ended claims."
         )
-        Gauge(
-            "pgsched_worker_slots", "Tasks this worker runs at once.", registry=self.registry
-        ).set(slots)
-        self.slots_busy = Gauge(
-            "pgsched_worker_slots_busy", "Tasks this worker runs now.", registry=self.registry
-        )
-        self.lock_contention = Counter(
-            "pgsched_lock_contention_total",
-            "Due tasks that a claim passed by because another session held them (sampled).",
-            ["queue"],
-            registry=self.registry,
-        )
-        self.outcomes = Counter(
-            "pgsched_task_outcomes_total",
-            "Ended claims: completed, retried, failed, cancelled, released, lost.",
-            ["queue", "task_type", "outcome"],
-            registry=self.registry,
-        )
-        self.reaped = Counter(
-            "pgsched_reaped_total",
-            "Tasks of lost workers that this worker took back, by what they became.",
-            ["status"],
-            registry=self.registry,
-        )
-        self.reconnects = Counter(
-            "pgsched_reconnects_total",
-            "Connections to the database that were lost.",
-            registry=self.registry,
-        )
+        self.reaped = counter({"status": REAPED}, "reaped_total", "Tasks taken from lost workers.")
+        self.reaped(0, "queued")
+        self.reconnects = counter(none, "reconnects_total", "Connections that were lost.")
+
+    def _new(self, kind: Any, labels: Labels, name: str, text: str, **options: Any) -> Record:
+        options["registry"] = self.registry
+        metric = cache(partial(kind, f"pgsched_{name}", text, labels, **options))
+        does = {Histogram: "observe", Counter: "inc", Gauge: "set_function"}[kind]
+
+        @cache
+        def child(*values: str) -> Any:
+            if not values:
+                return getattr(metric(), does)
+            for last in (*labels.values(),)[-1]:
+                metric().labels(*values[:-1], last)
+            return getattr(metric().labels(*values), does)
+
+        def record(amount: Any, *values: str) -> None:
+            try:
+                child(*values)(amount)
+            except Exception as error:
+                self._tell_once("not counted: metric=%s error=%r", name, error_text(error))
+
+        # It cannot be made while PROMETHEUS_MULTIPROC_DIR names no folder.
+        with suppress(Exception):
+            metric()
+        return record
+
+    def since_due(self, claim: Claim) -> float:
+        """run_at to now: by the server's clock until the claim, by this machine's from there on."""
+        waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
+        return max(0.0, waited) + time.monotonic() - claim.claimed_at
 
     @contextmanager
-    def served(self, port: int | None, host: str) -> Iterator[None]:
-        """Serve ``/metrics`` meanwhile; a port that is taken is only logged."""
+    def handling(self, claim: Claim) -> Iterator[None]:
+        """The handler of the claim runs meanwhile."""
+        begun = time.monotonic()
+        self.start_delay(self.since_due(claim), claim.queue, claim.task_type)
+        try:
+            yield
+        finally:
+            self.handler(time.monotonic() - begun, claim.queue, claim.task_type)
+
+    @contextmanager
+    def served(self, port: int | None, host: str, unready: Callable[[], str]) -> Iterator[None]:
+        """Serve ``/metrics``, ``/healthz`` and ``/readyz`` meanwhile; what fails is only logged.
+
+        ``unready``: says why the worker is not ready, or nothing.
+        """
+        metrics = make_wsgi_app(self.registry)
+
+        def page(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+            path, status, text = environ["PATH_INFO"], "200 OK", "ok"
+            if path == "/metrics":
+                return metrics(environ, start)
+            if path == "/readyz" and (why := unready()):
+                status, text = "503 Service Unavailable", why
+            elif path not in ("/healthz", "/readyz"):
+                status, text = "404 Not Found", "/metrics /healthz /readyz"
+            start(status, [("Content-Type", "text/plain")])
+            return [text.encode() + b"\n"]
+
         with ExitStack() as at_end:
             if port is not None:
                 try:
-                    server, _ = start_http_server(port, host, self.registry)
-                except (OSError, UnicodeError) as error:
-                    log.error("no metrics page: port=%d error=%r", port, str(error))
-                else:
-                    at_end.callback(server.server_close)
+                    server = at_end.enter_context(_Server(host, port, page))
+                    Thread(target=server.serve_forever, name="pgsched-metrics", daemon=True).start()
                     at_end.callback(server.shutdown)
+                except Exception as error:
+                    hint = "each worker of a machine needs a metrics_port of its own"
+                    log.error("no metrics page: port=%d error=%r (%s)", port, str(error), hint)
             yield
+
+
+@contextmanager
+def timed(record: Record, *labels: str) -> Iterator[None]:
+    """Record how many seconds it takes, however it ends."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        record(time.monotonic() - began, *labels)
+
+
+class Database(Collector):
+    """Figures of all queues, asked for when they are scraped: one question at a time, in a thread
+    of its own, since nothing bounds how long a connection takes to be made."""
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self._dsn, self._name = dsn, name
+        self._lock = Lock()
+        self._answer: Future[calls.DatabaseStats] | None = None
+        self._asked_at = -math.inf
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        try:
+            return _families(self._latest().result(ANSWER_SECONDS))
+        except Exception as error:
+            log.warning("no figures of the database: error=%r", error_text(error))
+            return _families(None)
+
+    def _latest(self) -> Future[calls.DatabaseStats]:
+        with self._lock:
+            now, answer = time.monotonic(), self._answer
+            if answer is None or (answer.done() and now >= self._asked_at + FRESH_SECONDS):
+                answer = Future()
+                Thread(
+                    target=fulfil, args=(answer, self._ask), name="pgsched-database", daemon=True
+                ).start()
+                self._answer, self._asked_at = answer, now
+            return answer
+
+    def _ask(self) -> calls.DatabaseStats:
+        name = f"pgsched {self._name} metrics"
+        with calls.translated(), calls.connect(self._dsn, application_name=name) as connection:
+            return calls.database_stats(connection)
+
+
+def _families(stats: calls.DatabaseStats | None) -> list[GaugeMetricFamily]:
+    families = []
+
+    def gauge(name: str, text: str, *labels: str) -> Callable[[Sequence[str], float], None]:
+        families.append(GaugeMetricFamily(f"pgsched_{name}", text, labels=labels))
+        return families[-1].add_metric
+
+    gauge("database_up", "1: the database answered this scrape.")((), stats is not None)
+    if stats is not None:
+        workers, snapshot_age, queues = stats
+        gauge("workers", "Workers seen within 2 minutes.")((), workers)
+        gauge("oldest_snapshot_age_seconds", "Age of the oldest snapshot that holds back vacuum.")(
+            (), snapshot_age.total_seconds()
+        )
+        tasks = gauge("queue_tasks", "Tasks by status, up to 10000.", "queue", "status")
+        due = gauge("queue_due", "Tasks due now, up to 10000.", "queue")
+        age = gauge("queue_oldest_due_age_seconds", "0: none is due.", "queue")
+        paused = gauge("queue_paused", "1: paused.", "queue")
+        for each in _bounded(queues):
+            for status in ("queued", "processing", "failed"):
+                tasks((each.queue, status), getattr(each, status))
+            due((each.queue,), each.due)
+            age((each.queue,), each.oldest_due_age.total_seconds())
+            paused((each.queue,), each.paused)
+    return families
+
+
+def _bounded(queues: list[QueueStats]) -> list[QueueStats]:
+    """Those with the most due tasks, and the rest as one without a name."""
+    queues = sorted(queues, key=lambda each: (-each.due, each.queue))
+    if not (rest := queues[QUEUES:]):
+        return queues
+    names = ("queued", "due", "processing", "failed")
+    counts = (sum(getattr(each, name) for each in rest) for name in names)
+    paused = any(each.paused for each in rest)
+    age = max(each.oldest_due_age for each in rest)
+    return [*queues[:QUEUES], QueueStats(*("", paused, *counts, age))]
+
+
+class _Server(ThreadingWSGIServer):
+    """A thread for each request; clients beyond so many are sent away."""
+
+    request_queue_size = CLIENTS
+
+    def __init__(self, host: str, port: int, page: Callable[..., Any]) -> None:
+        self._clients: set[Any] = set()
+        found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, *_, address = found[0]
+        super().__init__(address, _Request)
+        self.set_app(page)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        self._clients.add(request)
+        return len(self._clients) <= CLIENTS
+
+    def shutdown_request(self, request: Any) -> None:
+        self._clients.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("metrics page: client=%s", client_address, exc_info=True)
+
+
+class _Request(WSGIRequestHandler):
+    timeout = CLIENT_SECONDS
+
+    def log_message(self, text: str, *values: Any) -> None:
+        log.debug("metrics page: %s", text % values)

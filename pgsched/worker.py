@@ -59,6 +59,7 @@ class Worker:
     ``grace``: how long handlers may go on after a stop; what runs then is left to its lease.
     ``metrics_port``: serves Prometheus' page there; None: not at all.
     ``metrics_host``: the address it listens on.
+    ``db_metrics``: the page also has figures of all queues, asked of the database at each scrape.
 
     ::
 
@@ -83,6 +84,7 @@ class Worker:
     grace: float = 25.0
     metrics_port: int | None = None
     metrics_host: str = "0.0.0.0"
+    db_metrics: bool = False
     _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
     _inbox: Inbox = field(default_factory=Inbox, init=False, repr=False)
     _stop_by: float | None = field(default=None, init=False, repr=False)
@@ -172,18 +174,25 @@ class Worker:
     def _run(self, drain: bool) -> int:
         # prometheus_client takes a tenth of a second to import: not for those who only enqueue.
         from pgsched.loop import Loop
-        from pgsched.metrics import Metrics
+        from pgsched.metrics import Database, Metrics
 
         host = re.sub(r"[^!-~]", "?", socket.gethostname())[:28]
         name = f"{host}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        metrics = Metrics(self.concurrency)
+        metrics = Metrics(self.lease)
+        if self.db_metrics:
+            metrics.registry.register(Database(self.dsn, name))
         loop = Loop(self, name, self._handlers, metrics, self._inbox, drain=drain)
         # A thread of its own: no server that does not answer keeps this one from its signals.
         control: Future[None] = Future()
         thread = threading.Thread(
-            target=_fulfil, args=(control, loop.run), name="pgsched-control", daemon=True
+            target=fulfil, args=(control, loop.run), name="pgsched-control", daemon=True
         )
-        with self._signals(), metrics.served(self.metrics_port, self.metrics_host):
+        page = metrics.served(
+            self.metrics_port,
+            self.metrics_host,
+            lambda: "stopping" if self._stop_by is not None else loop.unready,
+        )
+        with self._signals(), page:
             thread.start()
             while not wait([control], timeout=0.2).done:
                 if self._stop_by is not None and time.monotonic() >= self._stop_by:
@@ -271,9 +280,9 @@ def _is_name(text: object) -> bool:
     )
 
 
-def _fulfil(promise: Future[None], call: Callable[[], None]) -> None:
+def fulfil(promise: Future[Any], call: Callable[[], Any]) -> None:
+    """Call, and let others know what comes of it."""
     try:
-        call()
-        promise.set_result(None)
+        promise.set_result(call())
     except BaseException as error:
         promise.set_exception(error)

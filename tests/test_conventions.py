@@ -189,6 +189,7 @@ def test_who_only_enqueues_imports_no_more_than_psycopg() -> None:
 # About the session alone: no table and no function of the schema.
 SESSION_CONTROL = {
     "begin isolation level read committed read only",
+    "select set_config('statement_timeout', '3s', true)",
     "select pg_backend_pid()",
     "sql.SQL('listen {}').format(sql.Identifier(channel))",
     "reset role",
@@ -221,29 +222,31 @@ def test_sql_stands_in_one_module_only() -> None:
     assert [path.name for path in DRIVER for _ in executed(path) if path.stem != "calls"] == []
 
 
-def called(statement: str) -> tuple[str, list[str]]:
-    """The function that a statement calls, and its arguments as they are written."""
-    match = re.search(r"\bpgsched\.(\w+)\(", statement)
-    assert match, statement
-    depth, texts = 1, [""]
-    for letter in statement[match.end() :]:
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if depth == 0:
-            break
-        if letter == "," and depth == 1:
-            texts.append("")
-        else:
-            texts[-1] += letter
-    return match[1], [text.strip() for text in texts if text.strip()]
+def called(statement: str) -> dict[str, list[str]]:
+    """The functions that a statement calls, each with its arguments as they are written."""
+    found = {}
+    for match in re.finditer(r"\bpgsched\.(\w+)\(", statement):
+        depth, texts = 1, [""]
+        for letter in statement[match.end() :]:
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if depth == 0:
+                break
+            if letter == "," and depth == 1:
+                texts.append("")
+            else:
+                texts[-1] += letter
+        found[match[1]] = [text.strip() for text in texts if text.strip()]
+    return found
 
 
-@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda statement: called(statement)[0])
-def test_a_statement_calls_one_function_with_named_arguments_and_columns(statement: str) -> None:
-    function, given = called(statement)
-    assert re.findall(r"\bpgsched\.\w+", statement) == [f"pgsched.{function}"]
-    assert function in PUBLIC
-    assert [text for text in given if not re.match(r"p_\w+ => ", text)] == []
-    assert {text.partition(" ")[0] for text in given} <= arguments(function)
+@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda statement: "+".join(called(statement)))
+def test_a_statement_calls_functions_with_named_arguments_and_columns(statement: str) -> None:
+    functions = called(statement)
+    assert re.findall(r"\bpgsched\.\w+", statement) == [f"pgsched.{name}" for name in functions]
+    assert set() < set(functions) <= PUBLIC
+    for function, given in functions.items():
+        assert [text for text in given if not re.match(r"p_\w+ => ", text)] == []
+        assert {text.partition(" ")[0] for text in given} <= arguments(function)
     assert re.findall(r"(?:from|join|into|update)\s+(?!pgsched\.)(\S+)", statement) == []
     assert "*" not in statement
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -22,14 +23,17 @@ from psycopg.conninfo import conninfo_to_dict
 from workers import PATIENCE, wait_until
 
 import pgsched
+from pgsched import doctor, metrics
+from pgsched.calls import QueueStats
 from pgsched.cli import main
 from pgsched.embedded import Server
 from pgsched.errors import from_database
-from pgsched.metrics import Metrics
 from pgsched.migrate import MIGRATION_LOCK
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference.md"
+COMMANDS = ROOT / "docs" / "cli.md"
+METRICS = ROOT / "docs" / "metrics.md"
 GUARANTEES = ROOT / "docs" / "guarantees.md"
 DOCUMENTS = [
     path for pattern in ("*.md", "docs/*.md", "bench/*.md") for path in sorted(ROOT.glob(pattern))
@@ -257,28 +261,57 @@ def test_every_field_of_a_task_is_documented_and_the_reverse() -> None:
     assert codes(rows, "Field") == [field.name for field in fields(pgsched.Task)]
 
 
+def options(command: click.Command, context: click.Context) -> dict[str, list[str]]:
+    """The options as the documents write them, each with its default."""
+    return {
+        " ".join([*each.opts, *([] if each.is_flag else [each.make_metavar(context)])]): (
+            [str(each.envvar or each.default)] if each.envvar or shows_default(each) else []
+        )
+        for each in command.params
+        if isinstance(each, click.Option)
+    }
+
+
+def documented_options(heading: str) -> dict[str, list[str]]:
+    return {
+        option: code(row["Default"])
+        for row in table(section(COMMANDS, heading), "Option")
+        for [option] in [code(row["Option"])]
+    }
+
+
 def test_every_command_and_option_is_documented_and_the_reverse() -> None:
     commands = {}
     for name, command in main.commands.items():
         context = click.Context(command, info_name=name)
         usage = " ".join(["pgsched", name, *command.collect_usage_pieces(context)[1:]])
-        commands[usage] = {
-            " ".join([*each.opts, *([] if each.is_flag else [each.make_metavar(context)])]): (
-                [str(each.envvar or each.default)] if each.envvar or shows_default(each) else []
-            )
-            for each in command.params
-            if isinstance(each, click.Option)
-        }
+        commands[usage] = options(command, context)
     documented = {
-        usage: {
-            option: code(row["Default"])
-            for row in table(section(REFERENCE, f"`{usage}`"), "Option")
-            for [option] in [code(row["Option"])]
-        }
-        for heading in headings(REFERENCE)
+        usage: documented_options(f"`{usage}`")
+        for heading in headings(COMMANDS)
         for usage in re.findall(r"^`(pgsched .*)`$", heading)
     }
     assert documented == commands
+
+
+def test_every_option_of_the_program_itself_is_documented_and_the_reverse() -> None:
+    context = click.Context(main, info_name="pgsched")
+    assert documented_options("What holds for all commands") == options(main, context)
+
+
+def test_the_rights_that_each_command_needs_are_documented() -> None:
+    rows = table(section(COMMANDS, "Rights"), "Command")
+    described = [command for row in rows for command in code(row["Command"])]
+    assert sorted(described) == sorted({*main.commands} - {"demo", "migrate"})
+
+
+def test_every_check_is_documented_and_the_reverse(conn: psycopg.Connection) -> None:
+    rows = conn.execute("select distinct check_name from pgsched.diagnose()")
+    documented = codes(table(section(REFERENCE, "Findings"), "Check"), "Check")
+    assert sorted(documented) == sorted(name for (name,) in rows)
+    of_client = set(re.findall(r'_found\(\s*"(\w+)"', inspect.getsource(doctor)))
+    rows_of_client = table(section(COMMANDS, "`pgsched doctor`"), "Check")[:-1]
+    assert sorted(codes(rows_of_client, "Check")) == sorted(of_client)
 
 
 def shows_default(option: click.Option) -> bool:
@@ -289,14 +322,51 @@ def shows_default(option: click.Option) -> bool:
 def test_every_metric_is_documented_and_the_reverse() -> None:
     documented = {
         (row["Metric"].strip("`"), row["Type"], *code(row["Labels"]))
-        for row in table(section(REFERENCE, "Metrics"), "Metric")
+        for row in table(prose(METRICS), "Metric")
     }
+    stats = QueueStats("", False, 0, 0, 0, 0, timedelta())
+    own = cast("Any", metrics.Metrics(1).registry)._collector_to_names
+    of_database = metrics._families((0, timedelta(), [stats]))
     there = set()
-    for collector in cast("Any", Metrics(1).registry)._collector_to_names:
-        [metric] = collector.describe()
+    for metric, labels in [
+        *((metric, each._labelnames) for each in own for metric in each.describe()),
+        *((metric, metric.samples[0].labels) for metric in of_database),
+    ]:
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        there.add((name, metric.type, *collector._labelnames))
+        there.add((name, metric.type, *labels))
     assert documented == there
+
+
+def test_every_value_of_a_label_is_documented_and_the_reverse() -> None:
+    rows = table(section(METRICS, "Labels"), "Label")
+    documented = {(*code(row["Label"]),): set(code(row["Values"])) for row in rows}
+    stats = QueueStats("", False, 0, 0, 0, 0, timedelta())
+    [tasks] = (
+        metric
+        for metric in metrics._families((0, timedelta(), [stats]))
+        if metric.name == "pgsched_queue_tasks"
+    )
+    assert documented == {
+        ("queue",): set(),
+        ("task_type",): set(),
+        ("outcome",): set(metrics.OUTCOMES),
+        ("status", "pgsched_queue_tasks"): {sample.labels["status"] for sample in tasks.samples},
+        ("status", "pgsched_reaped_total"): set(metrics.REAPED),
+    }
+
+
+def test_queries_are_about_metrics_that_exist() -> None:
+    names = {
+        f"{name}{suffix}"
+        for row in table(prose(METRICS), "Metric")
+        for [name] in [code(row["Metric"])]
+        for suffix in (("_bucket", "_count", "_sum") if row["Type"] == "histogram" else ("",))
+    }
+    used = {
+        name for query in fenced(METRICS, "promql") for name in re.findall(r"pgsched_\w+", query)
+    }
+    assert len(used) > 5
+    assert used <= names
 
 
 def links(path: Path) -> list[tuple[str, str]]:

@@ -1831,11 +1831,11 @@ comment on function pgsched.register_worker is
 
 revoke all on function pgsched.register_worker from public;
 
--- The lock and nothing else: written here, a row would pin the vacuum horizon for as long as the
--- worker lives, and a lock of the table, which ends with the inner block, would stop migrations. A
--- procedure, since a select with a bound parameter would pin the horizon, too. It waits for a
--- session that still has the lock: the worker's own, that the server has not yet missed. Not for
--- ever, since the horizon is pinned meanwhile.
+-- The lock and nothing else. A row that is written here would pin the vacuum horizon for as long as
+-- the worker lives, and one that is read would keep its table locked against migrations. A procedure,
+-- since a select with a bound parameter would pin the horizon, too. It waits for a session that still
+-- has the lock: the worker's own, that the server has not yet missed. Not for ever, since the horizon
+-- is pinned meanwhile.
 create procedure pgsched.hold_presence(p_worker_id bigint)
   language plpgsql
   security definer
@@ -1843,24 +1843,15 @@ create procedure pgsched.hold_presence(p_worker_id bigint)
   set lock_timeout = '1 min'
 as $$
 begin
+  if p_worker_id is null then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_worker_id must not be null',
+      hint = 'Give the id that register_worker returned.';
+  end if;
   if pg_is_in_recovery() then
     perform pgsched._raise_read_only();
   end if;
-  begin
-    if not exists (select from pgsched.workers as w where w.id = p_worker_id) then
-      raise exception using
-        errcode = 'TS404',
-        message = format('there is no worker %s', coalesce(p_worker_id::text, 'null')),
-        hint = 'Call register_worker first, and again when its row was deleted.';
-    end if;
-    raise exception using
-      errcode = 'TS200',
-      message = format('there is worker %s', p_worker_id),
-      hint = 'Caught here, to end the block.';
-  exception
-    when sqlstate 'TS200' then
-      null;
-  end;
   perform set_config(s.name, '0', true)
      from unnest(array['idle_in_transaction_session_timeout', 'transaction_timeout']) as s (name)
     where current_setting(s.name, true) is not null;
@@ -1873,7 +1864,7 @@ comment on procedure pgsched.hold_presence is
   'committed read only, this call, and then the session stays idle. No timeout ends it. The worker '
   'then registers with p_presence. When the transaction ends, by the worker''s death or otherwise, '
   'reap_stale needs not wait for its leases. Waits, for a minute at most, for a session that holds '
-  'it. Raises TS404 (no such worker).';
+  'it. Raises TS400.';
 
 revoke all on procedure pgsched.hold_presence from public;
 
@@ -2316,7 +2307,7 @@ begin
            null) as e;
 exception
   when integrity_constraint_violation or data_exception or raise_exception
-       or program_limit_exceeded or internal_error then
+       or program_limit_exceeded or syntax_error_or_access_rule_violation or internal_error then
     if cardinality(p_ids) > 1 then
       return query
       select r.id, r.status
@@ -2472,6 +2463,159 @@ comment on function pgsched.maintain is
 
 revoke all on function pgsched.maintain from public;
 
+-- What observers look at. All run inside functions that pin search_path.
+
+create function pgsched._live_workers()
+  returns setof pgsched.workers
+  language sql
+  stable
+as $$
+  with clock as materialized (
+    select clock_timestamp() as now)
+  select w.*
+    from pgsched.workers as w
+    join clock as c on w.seen_at > c.now - interval '2 minutes'
+$$;
+
+comment on function pgsched._live_workers is
+  'Workers that called register_worker within 2 minutes; they do so about every minute.';
+
+revoke all on function pgsched._live_workers from public;
+
+create function pgsched._running()
+  returns table (claimed_by text, tasks bigint, overdue bigint)
+  language sql
+  stable
+  set enable_seqscan = off
+  set jit = off
+as $$
+  with clock as materialized (
+    select clock_timestamp() as now)
+  select t.claimed_by, count(*),
+         count(*) filter (where t.lease_expires_at < c.now - interval '1 minute')
+    from pgsched.scheduled_tasks as t
+   cross join clock as c
+   where t.status = 'processing'
+   group by t.claimed_by
+$$;
+
+comment on function pgsched._running is
+  'How many tasks are claimed in each worker''s name now, and of how many the lease ended more '
+  'than a minute ago, so that they should have been reaped.';
+
+revoke all on function pgsched._running from public;
+
+-- A session that only vacuums holds back no other vacuum. Prepared transactions have no session,
+-- and replication slots keep a snapshot for a standby that may be gone; of a slot, of a walsender
+-- and of sessions that the owner of the schema may not look into, the age in seconds is unknown.
+create function pgsched._snapshots()
+  returns table (holder text, cure text, age interval, transactions integer)
+  language sql
+  stable
+as $$
+  select format('%s %s (role %L, application %L)',
+                case when a.datid is null then 'Walsender' else 'Session' end,
+                a.pid, a.usename, a.application_name),
+         case when a.datid is null then 'The standby that it serves has an old transaction: end it.'
+              else format('End its transaction; if need be: select pg_terminate_backend(%s)', a.pid)
+         end,
+         clock_timestamp() - a.xact_start,
+         greatest(age(a.backend_xid), age(a.backend_xmin))
+    from pg_stat_activity as a
+   where (a.backend_xid is not null or a.backend_xmin is not null)
+     and (a.datname = current_database() or a.datid is null)
+     and a.pid <> pg_backend_pid()
+     and a.leader_pid is null
+     and not exists (select from pg_stat_progress_vacuum as v where v.pid = a.pid)
+   union all
+  select format('Prepared transaction %L (role %L)', p.gid, p.owner),
+         format('Commit it, or roll it back: rollback prepared %L', p.gid),
+         clock_timestamp() - p.prepared,
+         age(p.transaction)
+    from pg_prepared_xacts as p
+   where p.database = current_database()
+   union all
+  select format('Replication slot %L (%s)', s.slot_name,
+                case when s.active then 'in use' else 'not in use' end),
+         case when s.active then 'The standby that uses it has an old transaction: end it.'
+              else format('If it is forgotten: select pg_drop_replication_slot(%L)', s.slot_name)
+         end,
+         null,
+         age(s.xmin)
+    from pg_replication_slots as s
+   where s.xmin is not null
+$$;
+
+comment on function pgsched._snapshots is
+  'Who keeps vacuum from removing rows of this database that died since; age: for how long, null '
+  'where that is unknown; transactions: how many have begun since.';
+
+revoke all on function pgsched._snapshots from public;
+
+create function pgsched.get_task(p_id bigint)
+  returns table (
+    id bigint, queue text, task_type text, payload jsonb, status text, priority smallint,
+    run_at timestamptz, attempt integer, max_attempts integer, claimed_by text,
+    claimed_at timestamptz, lease_expires_at timestamptz, unique_key text, concurrency_key text,
+    cancel_requested_at timestamptz, last_error text, created_at timestamptz,
+    finished_at timestamptz, result jsonb)
+  language plpgsql
+  stable
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+begin
+  if p_id is null then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_id must not be null',
+      hint = 'Give the id of a task.';
+  end if;
+  return query
+  select t.id, t.queue, t.task_type, t.payload, t.status, t.priority, t.run_at, t.attempt,
+         t.max_attempts, t.claimed_by, t.claimed_at, t.lease_expires_at, t.unique_key,
+         t.concurrency_key, t.cancel_requested_at, t.last_error, t.created_at, t.finished_at,
+         t.result
+    from pgsched.tasks as t
+   where t.id = p_id;
+  if not found then
+    raise exception using
+      errcode = 'TS404',
+      message = format('there is no task %s', p_id),
+      hint = 'The id is wrong, or the finished task has been deleted.';
+  end if;
+end;
+$$;
+
+comment on function pgsched.get_task is
+  'One task, live or finished, with all that the view tasks shows but the claim_token, which would '
+  'give power over the claim. Raises TS400, TS404 (no such task).';
+
+revoke all on function pgsched.get_task from public;
+
+create function pgsched.list_workers()
+  returns table (
+    id bigint, name text, queues text[], slots integer, started_at timestamptz,
+    seen_at timestamptz, running bigint, presence boolean)
+  language sql
+  stable
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+  select w.id, w.name, w.queues, w.slots, w.started_at, w.seen_at,
+         coalesce(r.tasks, 0), w.presence
+    from pgsched.workers as w
+    left join pgsched._running() as r on r.claimed_by = w.name
+   order by w.id
+$$;
+
+comment on function pgsched.list_workers is
+  'Every worker that registered and did not sign off, with the tasks that are claimed in its name '
+  'now. presence: reap_stale would miss it within seconds. A worker that has not called register_worker for minutes is frozen, cut off or gone.';
+
+revoke all on function pgsched.list_workers from public;
+
 -- Every figure comes from an index. Queued tasks and dead letters, of which there may be millions,
 -- are counted up to 10,000. The queues that have any are found by skipping through the index.
 create function pgsched.queue_stats()
@@ -2568,6 +2712,444 @@ comment on function pgsched.queue_stats is
   'due). Counting stops at 10000: that figure means 10000 or more.';
 
 revoke all on function pgsched.queue_stats from public;
+
+-- The pairs of status and queue are found by skipping through the index backwards: so each begins
+-- with its newest task, and not with what was deleted and an old snapshot keeps. What ended since
+-- then is a range, of which no more than 10,000 are counted.
+create function pgsched.recent_rates(p_seconds integer default 60)
+  returns table (queue text, completed bigint, failed bigint, cancelled bigint)
+  language plpgsql
+  stable
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+  set jit = off
+as $$
+declare
+  v_since timestamptz := clock_timestamp() - p_seconds * interval '1 second';
+begin
+  if (p_seconds between 1 and 86400) is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_seconds is out of range: %s', coalesce(p_seconds::text, 'null')),
+      hint = 'Give 1 to 86400.';
+  end if;
+  return query
+  with recursive kinds as (
+    (select f.status, f.queue
+       from pgsched.finished_tasks as f
+      order by f.status desc, f.queue desc
+      limit 1)
+     union all
+    select n.status, n.queue
+      from kinds as k
+     cross join lateral (
+           select f.status, f.queue
+             from pgsched.finished_tasks as f
+            where (f.status, f.queue) < (k.status, k.queue)
+            order by f.status desc, f.queue desc
+            limit 1) as n),
+  ended as (
+    select k.status, k.queue,
+           (select count(*)
+              from (select
+                      from pgsched.finished_tasks as f
+                     where f.status = k.status and f.queue = k.queue and f.finished_at >= v_since
+                     limit 10000) as counted) as tasks
+      from kinds as k)
+  select e.queue,
+         coalesce(max(e.tasks) filter (where e.status = 'completed'), 0),
+         coalesce(max(e.tasks) filter (where e.status = 'failed'), 0),
+         coalesce(max(e.tasks) filter (where e.status = 'cancelled'), 0)
+    from ended as e
+   where e.tasks > 0
+   group by e.queue
+   order by e.queue;
+end;
+$$;
+
+comment on function pgsched.recent_rates is
+  'How many tasks of each queue were completed, failed for good or were cancelled in the last '
+  'p_seconds (1 to 86400); a queue without any is not there, nor is what is kept no longer. '
+  'Counting stops at 10000: that figure means 10000 or more. Raises TS400.';
+
+revoke all on function pgsched.recent_rates from public;
+
+-- Asked once a scrape: a look at shared memory and at a table of a few rows.
+create function pgsched.server_stats()
+  returns table (
+    workers bigint, slots bigint, oldest_snapshot_age interval, in_recovery boolean)
+  language sql
+  stable
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+  select count(*), coalesce(sum(w.slots), 0)::bigint,
+         coalesce((select max(s.age) from pgsched._snapshots() as s), '0'),
+         pg_is_in_recovery()
+    from pgsched._live_workers() as w
+$$;
+
+comment on function pgsched.server_stats is
+  'One row about all of the server: workers that were seen within 2 minutes, and their slots; the '
+  'age of the oldest transaction that keeps vacuum from removing dead rows of this database (zero: '
+  'none that the owner of this function may see); whether the server is a standby.';
+
+revoke all on function pgsched.server_stats from public;
+
+-- What diagnose finds, by subject; a check that finds nothing has no row. All run inside functions
+-- that pin search_path, and only read.
+
+create function pgsched._spelled(p_age interval)
+  returns text
+  language sql
+  immutable
+  strict
+as $$
+  select case when a.seconds < 120 then floor(a.seconds) || ' seconds'
+              when a.seconds < 7200 then floor(a.seconds / 60) || ' minutes'
+              when a.seconds < 172800 then floor(a.seconds / 3600) || ' hours'
+              else floor(a.seconds / 86400) || ' days'
+         end
+    from (select greatest(date_part('epoch', p_age), 0) as seconds) as a
+$$;
+
+comment on function pgsched._spelled is
+  'A length of time in words, in one unit.';
+
+revoke all on function pgsched._spelled from public;
+
+create function pgsched._tasks(p_tasks bigint)
+  returns text
+  language sql
+  immutable
+as $$
+  select case when p_tasks = 1 then '1 task'
+              when p_tasks >= 10000 then '10000 or more tasks'
+              else p_tasks || ' tasks'
+         end
+$$;
+
+comment on function pgsched._tasks is
+  'So many tasks, in words; counts of queue_stats stop at 10000.';
+
+revoke all on function pgsched._tasks from public;
+
+create function pgsched._find_damage()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  select 'objects', 'error', format('Index %s is missing.', n.name),
+         'Create it again, as in sql/schema/tables.sql: without it calls are slow or wrong.'
+    from unnest(array[
+           'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
+           'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',
+           'finished_tasks_pkey', 'finished_tasks_finished_at_idx', 'workers_pkey',
+           'workers_name_key', 'listeners_pkey', 'listeners_worker_id_idx']) as n (name)
+   where to_regclass('pgsched.' || n.name) is null
+   union all
+  select 'objects', 'error', format('Index %s is not valid.', c.relname),
+         format('Build it again: reindex index pgsched.%I', c.relname)
+    from pg_index as i
+    join pg_class as c on c.oid = i.indexrelid
+   where c.relnamespace = 'pgsched'::regnamespace and not (i.indisvalid and i.indisready)
+   union all
+  select 'objects', 'error',
+         format('Table %s is unlogged: a crash of the server empties it.', c.relname),
+         format('alter table pgsched.%I set logged', c.relname)
+    from pg_class as c
+   where c.relnamespace = 'pgsched'::regnamespace and c.relkind = 'r' and c.relpersistence = 'u'
+   union all
+  select 'vacuum', 'error', format('Autovacuum is switched off for table %s.', c.relname),
+         format('alter table pgsched.%I reset (autovacuum_enabled)', c.relname)
+    from pg_class as c
+   cross join pg_options_to_table(c.reloptions) as o
+   where c.relnamespace = 'pgsched'::regnamespace
+     and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
+   union all
+  select 'vacuum', 'warning',
+         format('scheduled_tasks has %s dead rows, which claims read past; autovacuum %s.',
+                s.n_dead_tup,
+                coalesce('came ' || pgsched._spelled(clock_timestamp() - s.last_autovacuum)
+                         || ' ago', 'has not come yet')),
+         'End what the check snapshots shows, if anything; then vacuum pgsched.scheduled_tasks. '
+         'If it comes back, give autovacuum more workers or a lower autovacuum_vacuum_cost_delay.'
+    from pg_stat_all_tables as s
+   where s.relid = 'pgsched.scheduled_tasks'::regclass and s.n_dead_tup > 50000
+$$;
+
+comment on function pgsched._find_damage is
+  'What is wrong with the tables and indexes, and whether vacuum keeps up.';
+
+revoke all on function pgsched._find_damage from public;
+
+create function pgsched._find_snapshots()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  select 'snapshots',
+         case when s.age > interval '10 minutes' or s.transactions > 1000000 then 'warning'
+              else 'note' end,
+         format('%s has kept vacuum from removing dead rows for %s and %s transactions.',
+                s.holder, coalesce(pgsched._spelled(s.age), 'a time that cannot be seen'),
+                s.transactions),
+         s.cure || case when s.holder ~ '^Session' and s.age is null
+           then format('. Its age is shown after: grant pg_read_all_stats to %I', current_user)
+           else '' end
+    from pgsched._snapshots() as s
+   where s.age > interval '1 minute' or s.transactions > 100000
+$$;
+
+comment on function pgsched._find_snapshots is
+  'Who has kept vacuum from removing dead rows for more than a minute, or 100000 transactions.';
+
+revoke all on function pgsched._find_snapshots from public;
+
+-- As they are in the session of the caller: a role and a database may have values of their own.
+create function pgsched._find_settings()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  select 'settings', s.level, s.finding, s.advice
+    from (values
+      (current_setting('fsync') = 'off', 'error',
+       'fsync is off: a crash of the machine may destroy the database.',
+       'Set fsync = on in postgresql.conf and reload.'),
+      (current_setting('full_page_writes') = 'off', 'error',
+       'full_page_writes is off: a crash of the machine may destroy the database.',
+       'Set full_page_writes = on in postgresql.conf and reload.'),
+      (current_setting('synchronous_commit') = 'off', 'warning',
+       'synchronous_commit is off: a crash of the server loses the last commits, so tasks are lost '
+       'or run again.',
+       'Set synchronous_commit = on, or live with it.'),
+      (current_setting('autovacuum') = 'off', 'error',
+       'autovacuum is off: dead rows pile up, and claims get slower and slower.',
+       'Set autovacuum = on and reload.'),
+      (current_setting('track_counts') = 'off', 'error',
+       'track_counts is off: autovacuum never learns that there is work.',
+       'Set track_counts = on and reload.'),
+      (current_setting('default_transaction_read_only') = 'on', 'warning',
+       'default_transaction_read_only is on: nothing can be added, claimed or completed.',
+       'Connect to the server, or as the role, that may write.'),
+      (current_setting('default_transaction_isolation') <> 'read committed', 'warning',
+       format('default_transaction_isolation is %s: calls may end with 40001, to be tried again.',
+              current_setting('default_transaction_isolation')),
+       'Leave it at read committed for the roles of workers and producers.'),
+      (current_setting('statement_timeout')::interval between '1 ms' and '1999 ms', 'warning',
+       format('statement_timeout is %s: retention and long claims are cut off.',
+              current_setting('statement_timeout')),
+       'Give the roles of workers 5 seconds or more.'),
+      (current_setting('lock_timeout')::interval between '1 ms' and '99 ms', 'warning',
+       format('lock_timeout is %s: calls fail that would wait for a moment only.',
+              current_setting('lock_timeout')),
+       'Give the roles of workers and producers 1 second or more.'),
+      (current_setting('idle_in_transaction_session_timeout')::interval
+         between '1 ms' and '4999 ms', 'warning',
+       format('idle_in_transaction_session_timeout is %s: handlers in a transaction are ended.',
+              current_setting('idle_in_transaction_session_timeout')),
+       'Give the roles of workers more than a handler goes without a statement.'),
+      (current_setting('idle_in_transaction_session_timeout')::interval = '0', 'note',
+       'idle_in_transaction_session_timeout is 0: nothing ends a forgotten transaction.',
+       'Set it, to 10 minutes for example, for all roles whose transactions are short.'),
+      (current_setting('transaction_timeout', true)::interval between '1 ms' and '59999 ms',
+       'warning',
+       format('transaction_timeout is %s: handlers in a transaction are ended.',
+              current_setting('transaction_timeout', true)),
+       'Give the roles of workers more than a handler takes.'),
+      -- diagnose itself has switched jit off.
+      (current_setting('jit_above_cost')::float < 10000
+         and (select p.reset_val = 'on' from pg_settings as p where p.name = 'jit'),
+       'note',
+       format('jit_above_cost is %s: small statements are compiled, which takes longer than they '
+              'do.', current_setting('jit_above_cost')),
+       'Leave it at 100000, or set jit = off.')
+    ) as s (is_so, level, finding, advice)
+   where s.is_so
+$$;
+
+comment on function pgsched._find_settings is
+  'Settings that lose tasks, or that make calls fail or slow.';
+
+revoke all on function pgsched._find_settings from public;
+
+create function pgsched._find_limits()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  select 'limits', l.level, l.finding, l.advice
+    from (select (select count(*)
+                    from pg_stat_activity as a
+                   where a.datid is not null and a.usesysid is not null) as sessions,
+                 current_setting('max_connections')::integer
+                   - current_setting('superuser_reserved_connections')::integer
+                   - coalesce(current_setting('reserved_connections', true)::integer, 0) as places,
+                 (select count(*) from pgsched._live_workers()) as workers,
+                 current_setting('max_locks_per_transaction')::bigint
+                   * (current_setting('max_connections')::integer
+                      + current_setting('max_prepared_transactions')::integer) as locks) as c
+   cross join lateral (values
+      (c.sessions >= 0.9 * c.places, 'warning',
+       format('%s of %s connections are in use: soon nobody else can connect.',
+              c.sessions, c.places),
+       'Put a pooler in front, run fewer processes, or increase max_connections and restart.'),
+      (c.workers * 100 > c.locks, 'warning',
+       format('%s workers may want %s locks at once, 100 each, and the server has room for %s: '
+              'claims fail with out of shared memory.', c.workers, c.workers * 100, c.locks),
+       format('Set max_locks_per_transaction to %s or more and restart.',
+              ceil(c.workers * 100.0 * current_setting('max_locks_per_transaction')::integer
+                   / c.locks)))
+    ) as l (is_so, level, finding, advice)
+   where l.is_so
+   union all
+  select 'standby', 'warning', 'This server is a standby: it can only be read.',
+         'Connect to the primary server to add, run or change tasks.'
+   where pg_is_in_recovery()
+$$;
+
+comment on function pgsched._find_limits is
+  'Whether the server has room for more connections and locks, and may be written to.';
+
+revoke all on function pgsched._find_limits from public;
+
+create function pgsched._find_queues()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  with stats as materialized (
+    select s.*, pgsched._spelled(s.oldest_due_age) as since,
+           exists (
+             select from pgsched._live_workers() as w where s.queue = any (w.queues)) as served
+      from pgsched.queue_stats() as s)
+  select 'queues', 'warning',
+         format('Queue %L has %s due, the oldest for %s, and no worker serves it.',
+                s.queue, pgsched._tasks(s.due), s.since),
+         'Start a worker for this queue. If it is worked on from SQL, without register_worker, '
+         'that has stopped or cannot keep up.'
+    from stats as s
+   where not s.paused and not s.served and s.oldest_due_age > interval '1 minute'
+   union all
+  select 'queues', 'warning',
+         format('Queue %L has %s due, the oldest for %s: its workers cannot keep up.',
+                s.queue, pgsched._tasks(s.due), s.since),
+         'Look at what runs and how long that takes; add workers, or let each do more at once.'
+    from stats as s
+   where not s.paused and s.served and s.oldest_due_age > interval '5 minutes'
+   union all
+  select 'queues', case when s.due > 0 then 'warning' else 'note' end,
+         format('Queue %L is paused%s.', s.queue,
+                case when s.due > 0 then format(', with %s due, the oldest for %s',
+                                                pgsched._tasks(s.due), s.since) else '' end),
+         format('When it may go on: select pgsched.resume_queue(%L)', s.queue)
+    from stats as s
+   where s.paused
+   union all
+  select 'dead letters', 'note',
+         format('Queue %L has %s that failed for good; the last one, %s, %s ago.',
+                s.queue, pgsched._tasks(s.failed), f.id,
+                pgsched._spelled(clock_timestamp() - f.finished_at)),
+         format('See why: select last_error from pgsched.get_task(%s). Then: '
+                'select pgsched.retry_task(%1$s)', f.id)
+    from stats as s
+   cross join lateral (
+         select f.id, f.finished_at
+           from pgsched.finished_tasks as f
+          where f.status = 'failed' and f.queue = s.queue
+          order by f.status desc, f.queue desc, f.finished_at desc
+          limit 1) as f
+$$;
+
+comment on function pgsched._find_queues is
+  'Queues whose tasks wait for long or for ever, and those with dead letters.';
+
+revoke all on function pgsched._find_queues from public;
+
+create function pgsched._find_workers()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  with lost as materialized (
+    select w.name, w.running, pgsched._spelled(clock_timestamp() - w.seen_at) as since
+      from pgsched.list_workers() as w
+     where not exists (select from pgsched._live_workers() as l where l.id = w.id)),
+  overdue as materialized (
+    select sum(r.overdue)::bigint as tasks from pgsched._running() as r)
+  select 'workers', 'warning',
+         format('Worker %L was last seen %s ago, and holds %s.',
+                l.name, l.since, pgsched._tasks(l.running)),
+         'If it is frozen or cut off, restart it. Its tasks run again when their leases have ended.'
+    from lost as l
+   where l.running > 0
+   union all
+  select 'workers', 'note',
+         format('%s went away without signing off, holding nothing.',
+                case count(*) when 1 then '1 worker' else count(*) || ' workers' end),
+         'They were killed, or crashed; after a day they are forgotten.'
+    from lost as l
+   where l.running = 0
+  having count(*) > 0
+   union all
+  select 'leases', 'warning',
+         format('Nobody took back %s whose lease ended more than a minute ago: nobody reaps, or '
+                'handlers hold them in open transactions.', pgsched._tasks(o.tasks)),
+         'Where no Python worker runs, call every minute: select * from pgsched.maintain()'
+    from overdue as o
+   where o.tasks > 0
+$$;
+
+comment on function pgsched._find_workers is
+  'Workers that are not seen any more, and tasks that nobody takes back.';
+
+revoke all on function pgsched._find_workers from public;
+
+create function pgsched.diagnose()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+  set jit = off
+as $$
+  with found as materialized (
+    select f.* from pgsched._find_damage() as f
+     union all
+    select f.* from pgsched._find_snapshots() as f
+     union all
+    select f.* from pgsched._find_settings() as f
+     union all
+    select f.* from pgsched._find_limits() as f
+     union all
+    select f.* from pgsched._find_queues() as f
+     union all
+    select f.* from pgsched._find_workers() as f)
+  select c.name, coalesce(f.level, 'ok'), coalesce(f.finding, c.nothing_found), f.advice
+    from (values
+      (1, 'objects', 'Every index is there and valid.'),
+      (2, 'settings', 'No setting of the server endangers tasks or hinders calls.'),
+      (3, 'limits', 'There is room for connections and locks.'),
+      (4, 'standby', 'The server may be written to.'),
+      (5, 'vacuum', 'Dead rows are removed.'),
+      (6, 'snapshots', 'No old transaction keeps vacuum away.'),
+      (7, 'workers', 'Every registered worker was seen within 2 minutes.'),
+      (8, 'leases', 'Tasks whose lease ended are taken back.'),
+      (9, 'queues', 'No task has been due for long.'),
+      (10, 'dead letters', 'No task failed for good.')) as c (position, name, nothing_found)
+    left join found as f on f.check_name = c.name
+   order by c.position, array_position(array['error', 'warning', 'note'], f.level), f.finding
+$$;
+
+comment on function pgsched.diagnose is
+  'Looks for what keeps tasks from running, or will: damaged objects, old snapshots, settings, '
+  'limits, queues without workers, lost workers, dead letters. One row a finding, with its level '
+  '(ok, note, warning, error) and advice what to do; a check that finds nothing is one row ok.';
+
+revoke all on function pgsched.diagnose from public;
 
 create function pgsched.schema_version()
   returns text

@@ -48,5 +48,12 @@ create schema pgsched;
 \ir functions/maintain.sql
 
 -- Observers
+\ir functions/observers.sql
+\ir functions/get_task.sql
+\ir functions/list_workers.sql
 \ir functions/queue_stats.sql
+\ir functions/recent_rates.sql
+\ir functions/server_stats.sql
+\ir functions/findings.sql
+\ir functions/diagnose.sql
 \ir functions/schema_version.sql

@@ -1,8 +1,8 @@
--- The lock and nothing else: written here, a row would pin the vacuum horizon for as long as the
--- worker lives, and a lock of the table, which ends with the inner block, would stop migrations. A
--- procedure, since a select with a bound parameter would pin the horizon, too. It waits for a
--- session that still has the lock: the worker's own, that the server has not yet missed. Not for
--- ever, since the horizon is pinned meanwhile.
+-- The lock and nothing else. A row that is written here would pin the vacuum horizon for as long as
+-- the worker lives, and one that is read would keep its table locked against migrations. A procedure,
+-- since a select with a bound parameter would pin the horizon, too. It waits for a session that still
+-- has the lock: the worker's own, that the server has not yet missed. Not for ever, since the horizon
+-- is pinned meanwhile.
 create procedure pgsched.hold_presence(p_worker_id bigint)
   language plpgsql
   security definer
@@ -10,24 +10,15 @@ create procedure pgsched.hold_presence(p_worker_id bigint)
   set lock_timeout = '1 min'
 as $$
 begin
+  if p_worker_id is null then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_worker_id must not be null',
+      hint = 'Give the id that register_worker returned.';
+  end if;
   if pg_is_in_recovery() then
     perform pgsched._raise_read_only();
   end if;
-  begin
-    if not exists (select from pgsched.workers as w where w.id = p_worker_id) then
-      raise exception using
-        errcode = 'TS404',
-        message = format('there is no worker %s', coalesce(p_worker_id::text, 'null')),
-        hint = 'Call register_worker first, and again when its row was deleted.';
-    end if;
-    raise exception using
-      errcode = 'TS200',
-      message = format('there is worker %s', p_worker_id),
-      hint = 'Caught here, to end the block.';
-  exception
-    when sqlstate 'TS200' then
-      null;
-  end;
   perform set_config(s.name, '0', true)
      from unnest(array['idle_in_transaction_session_timeout', 'transaction_timeout']) as s (name)
     where current_setting(s.name, true) is not null;
@@ -40,7 +31,7 @@ comment on procedure pgsched.hold_presence is
   'committed read only, this call, and then the session stays idle. No timeout ends it. The worker '
   'then registers with p_presence. When the transaction ends, by the worker''s death or otherwise, '
   'reap_stale needs not wait for its leases. Waits, for a minute at most, for a session that holds '
-  'it. Raises TS404 (no such worker).';
+  'it. Raises TS400.';
 
 revoke all on procedure pgsched.hold_presence from public;
 

@@ -158,7 +158,7 @@ begin
            null) as e;
 exception
   when integrity_constraint_violation or data_exception or raise_exception
-       or program_limit_exceeded or internal_error then
+       or program_limit_exceeded or syntax_error_or_access_rule_violation or internal_error then
     if cardinality(p_ids) > 1 then
       return query
       select r.id, r.status
