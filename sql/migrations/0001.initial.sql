@@ -1832,10 +1832,10 @@ comment on function pgsched.register_worker is
 revoke all on function pgsched.register_worker from public;
 
 -- The lock and nothing else. A row that is written here would pin the vacuum horizon for as long as
--- the worker lives, and one that is read would keep its table locked against migrations. A procedure,
--- since a select with a bound parameter would pin the horizon, too. It waits for a session that still
--- has the lock: the worker's own, that the server has not yet missed. Not for ever, since the horizon
--- is pinned meanwhile.
+-- the worker lives, and one that is read would keep its table locked against migrations. A
+-- procedure, since a select with a bound parameter would pin the horizon, too. It waits for a
+-- session that still has the lock: the worker's own, that the server has not yet missed. Not for
+-- ever, since the horizon is pinned meanwhile.
 create procedure pgsched.hold_presence(p_worker_id bigint)
   language plpgsql
   security definer
@@ -2612,7 +2612,8 @@ $$;
 
 comment on function pgsched.list_workers is
   'Every worker that registered and did not sign off, with the tasks that are claimed in its name '
-  'now. presence: reap_stale would miss it within seconds. A worker that has not called register_worker for minutes is frozen, cut off or gone.';
+  'now. presence: reap_stale would miss it within seconds. A worker that has not called '
+  'register_worker for minutes is frozen, cut off or gone.';
 
 revoke all on function pgsched.list_workers from public;
 

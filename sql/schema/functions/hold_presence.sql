@@ -1,8 +1,8 @@
 -- The lock and nothing else. A row that is written here would pin the vacuum horizon for as long as
--- the worker lives, and one that is read would keep its table locked against migrations. A procedure,
--- since a select with a bound parameter would pin the horizon, too. It waits for a session that still
--- has the lock: the worker's own, that the server has not yet missed. Not for ever, since the horizon
--- is pinned meanwhile.
+-- the worker lives, and one that is read would keep its table locked against migrations. A
+-- procedure, since a select with a bound parameter would pin the horizon, too. It waits for a
+-- session that still has the lock: the worker's own, that the server has not yet missed. Not for
+-- ever, since the horizon is pinned meanwhile.
 create procedure pgsched.hold_presence(p_worker_id bigint)
   language plpgsql
   security definer

@@ -16,6 +16,7 @@ $$;
 
 comment on function pgsched.list_workers is
   'Every worker that registered and did not sign off, with the tasks that are claimed in its name '
-  'now. presence: reap_stale would miss it within seconds. A worker that has not called register_worker for minutes is frozen, cut off or gone.';
+  'now. presence: reap_stale would miss it within seconds. A worker that has not called '
+  'register_worker for minutes is frozen, cut off or gone.';
 
 revoke all on function pgsched.list_workers from public;
