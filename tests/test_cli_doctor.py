@@ -382,7 +382,7 @@ def test_the_grants_can_be_copied(stranger: str, conn: psycopg.Connection, befor
 
 def test_a_role_that_may_call_some_is_a_note(stranger: str, conn: psycopg.Connection) -> None:
     conn.execute('grant usage on schema pgsched to "A ""b"""')
-    conn.execute('grant execute on all functions in schema pgsched to "A ""b"""')
+    conn.execute('grant execute on all routines in schema pgsched to "A ""b"""')
     conn.execute('revoke execute on function pgsched.retry_task from "A ""b"""')
     [row] = report("--dsn", stranger)["rights"]
     assert row["level"] == "note"

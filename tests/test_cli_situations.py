@@ -58,7 +58,7 @@ begin
      where pronamespace = 'pgsched'::regnamespace
        and proname not like '\\_%' and proname <> 'schema_version'
   loop
-    execute 'drop function ' || v_function;
+    execute 'drop routine ' || v_function;
   end loop;
 end;
 $$

@@ -611,11 +611,8 @@ def test_reaping_wakes_those_who_listen_for_what_is_queued_again(connect: Connec
 
 LOCKS_OF_THE_TABLE = Mutant(
     "hold_presence",
-    """raise exception using
-      errcode = 'TS200',
-      message = format('there is worker %s', p_worker_id),
-      hint = 'Caught here, to end the block.';""",
-    "",
+    "if p_worker_id is null then",
+    "perform from pgsched.workers as w where w.id = p_worker_id; if p_worker_id is null then",
 )
 
 

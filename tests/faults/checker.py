@@ -174,6 +174,9 @@ class Checker:
             answers = op.result if known else nothing
             tokens = op.args.get("tokens", nothing)
             delays = op.args.get("delays", nothing)
+            if len(answers) != len(ids):
+                self.say("garbled", f"{len(answers)} answers to {len(ids)} tasks: {_told(op)}")
+                return
             for task_id, token, answer, delay in zip(ids, tokens, answers, delays, strict=True):
                 self._tasks[task_id].events.append(Event(op, token, answer, delay or 0.0))
 

@@ -130,6 +130,11 @@ WRONG: dict[str, tuple[str, list[Op], list[Row]]] = {
         [op("enqueue", 0, inf, status="unknown", count=2)],
         [row(QUEUED, None)],
     ),
+    "more answers than tasks": (
+        "garbled",
+        [enqueue(), A, DONE_A, op("extend", 15, 16, ["lost", "lost"], ids=[1], tokens=["A"])],
+        [row()],
+    ),
     "two calls return it": ("invented", [enqueue(), enqueue(2)], [row(QUEUED, None)]),
     "a task is in both tables": ("doubled", [enqueue(), A, DONE_A], [row(), row(QUEUED)]),
     "a task does not end": ("unfinished", [enqueue()], [row(QUEUED, None)]),
