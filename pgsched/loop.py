@@ -137,7 +137,6 @@ class Loop:
         self._announced: bool | None = None
         self._presence: Presence | None = None
         self._present: bool | None = None
-        self._said_present = False
         self._claims_at = now
         self._idle, self._idle_changed_at = False, now
         self._served_turn = 0.0
@@ -363,13 +362,12 @@ class Loop:
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
-        present = bool(self._present)
         worker_id = calls.register_worker(
             connection,
             self._name,
             list(self._shares),
             self._settings.concurrency,
-            present,
+            bool(self._present),
         )
         if worker_id != self._worker_id:  # of who was not seen for a day, the row is gone
             if self._presence is not None:
@@ -378,11 +376,7 @@ class Loop:
             self._worker_id = worker_id
             self._claims_at = time.monotonic() + PRESENCE_SECONDS
         self._announced = None  # of who was not seen for long, it is forgotten
-        rest = REGISTER_SECONDS
-        if self._said_present != present:
-            # Once more soon: nothing was noted if a reaper just had the row.
-            self._said_present, rest = present, REAP_SECONDS
-        return time.monotonic() + rest
+        return time.monotonic() + REGISTER_SECONDS
 
     def _announce(self, connection: Connection) -> float:
         """Say that this worker listens, or no more: producers send a NOTIFY only to who does."""

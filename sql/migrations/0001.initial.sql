@@ -812,6 +812,7 @@ create function pgsched.register_listener(p_worker_id bigint, p_queues text[])
   security definer
   set search_path = pg_catalog, pg_temp
   set enable_seqscan = off
+  set lock_timeout = '200 ms'
 as $$
 begin
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);
@@ -1784,17 +1785,14 @@ begin
   -- Not by an upsert, which would wait for an open reap_stale that suspects this worker, and the
   -- worker's leases with it. A presence counts where it is to be seen: not that of another server
   -- or database, and not that of the id that the worker had before its row was deleted.
-  update pgsched.workers as w
-     set queues = p_queues, slots = p_slots, seen_at = v_now, suspect_since = null,
-         presence = p_presence
-                    and (w.id % 2147483647)::integer::oid in (select pgsched._presences())
-   where w.id in (
-         select o.id from pgsched.workers as o where o.name = p_name for no key update skip locked)
-  returning w.id into v_id;
-  if not found then
-    select w.id into v_id from pgsched.workers as w where w.name = p_name;
-  end if;
-  if not found then
+  select w.id into v_id from pgsched.workers as w where w.name = p_name for no key update nowait;
+  if found then
+    update pgsched.workers as w
+       set queues = p_queues, slots = p_slots, seen_at = v_now, suspect_since = null,
+           presence = p_presence
+                      and (w.id % 2147483647)::integer::oid in (select pgsched._presences())
+     where w.id = v_id;
+  else
     insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
     values (p_name, p_queues, p_slots, v_now, v_now)
     on conflict (name) do update set seen_at = excluded.seen_at
@@ -1825,9 +1823,9 @@ $$;
 comment on function pgsched.register_worker is
   'Says that a worker process is there and returns the id of its row; a worker repeats it about '
   'every minute. p_presence: it holds its presence now (hold_presence), which is noted if a '
-  'session of this database does; to be said at once when that changes. While another session has '
-  'the row locked, nothing is noted, until the next call. Deletes on the way who was not seen for '
-  'a day, and listeners not seen for 5 minutes. Raises TS400.';
+  'session of this database does; to be said at once when that changes. Deletes on the way who was '
+  'not seen for a day, and listeners not seen for 5 minutes. Raises TS400, and 55P03 while another '
+  'session has the row locked.';
 
 revoke all on function pgsched.register_worker from public;
 
@@ -2181,7 +2179,8 @@ begin
       from (select t.id
               from pgsched.scheduled_tasks as t
              where t.status = 'processing'
-               and (t.lease_expires_at <= v_now or t.claimed_by = any (v_gone))
+               and (t.lease_expires_at <= v_now
+                    or (t.claimed_by = any (v_gone) and t.claimed_at <= v_now))
                and (t.id % 2147483647)::integer::oid <> all (array(
                    select l.objid
                      from pg_locks as l
@@ -2229,8 +2228,9 @@ revoke all on function pgsched.reap_stale from public;
 
 -- The lock is tried shared, so that two who look do not take each other for the worker. Whoever
 -- holds a presence itself, or has looked before in the same transaction, gets it all the same: then
--- pg_locks tells, which would cost more for all. After a start of the server nobody has come back
--- yet: for 5 seconds, and from before it, nothing counts.
+-- pg_locks tells, which would cost more for all. A hundred that are missed are enough for one look:
+-- each takes a slot of the shared lock table. After a start of the server, a recovery from a crash
+-- or a promotion nobody has come back yet: for 5 seconds, and from before it, nothing counts.
 create function pgsched._gone_workers(p_now timestamptz)
   returns text[]
   language plpgsql
@@ -2240,9 +2240,6 @@ declare
   v_start timestamptz := pg_postmaster_start_time();
   v_absent bigint[];
 begin
-  if p_now < v_start + interval '5 seconds' then
-    return '{}';
-  end if;
   v_absent := array(
     select s.id
       from (select w.id
@@ -2250,11 +2247,19 @@ begin
              where w.presence
              order by w.id
             offset 0) as s
-     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer));
-  v_absent := array(
-    select a.id
-      from unnest(v_absent) as a (id)
-     where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
+     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)
+     limit 100);
+  if v_absent <> '{}' then
+    v_start := greatest(
+      v_start, pg_stat_get_bgwriter_stat_reset_time(), pg_last_xact_replay_timestamp());
+    v_absent := array(
+      select a.id
+        from unnest(v_absent) as a (id)
+       where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
+  end if;
+  if p_now < v_start + interval '5 seconds' then
+    return '{}';
+  end if;
   update pgsched.workers as w
      set suspect_since = case when w.id = any (v_absent) then p_now end
    where w.id in (
@@ -2961,7 +2966,7 @@ as $$
               current_setting('transaction_timeout', true)),
        'Give the roles of workers more than a handler takes.'),
       -- diagnose itself has switched jit off.
-      (current_setting('jit_above_cost')::float < 10000
+      (current_setting('jit_above_cost')::float between 0 and 9999
          and (select p.reset_val = 'on' from pg_settings as p where p.name = 'jit'),
        'note',
        format('jit_above_cost is %s: small statements are compiled, which takes longer than they '

@@ -161,7 +161,7 @@ as $$
               current_setting('transaction_timeout', true)),
        'Give the roles of workers more than a handler takes.'),
       -- diagnose itself has switched jit off.
-      (current_setting('jit_above_cost')::float < 10000
+      (current_setting('jit_above_cost')::float between 0 and 9999
          and (select p.reset_val = 'on' from pg_settings as p where p.name = 'jit'),
        'note',
        format('jit_above_cost is %s: small statements are compiled, which takes longer than they '

@@ -32,7 +32,8 @@ begin
       from (select t.id
               from pgsched.scheduled_tasks as t
              where t.status = 'processing'
-               and (t.lease_expires_at <= v_now or t.claimed_by = any (v_gone))
+               and (t.lease_expires_at <= v_now
+                    or (t.claimed_by = any (v_gone) and t.claimed_at <= v_now))
                and (t.id % 2147483647)::integer::oid <> all (array(
                    select l.objid
                      from pg_locks as l
@@ -80,8 +81,9 @@ revoke all on function pgsched.reap_stale from public;
 
 -- The lock is tried shared, so that two who look do not take each other for the worker. Whoever
 -- holds a presence itself, or has looked before in the same transaction, gets it all the same: then
--- pg_locks tells, which would cost more for all. After a start of the server nobody has come back
--- yet: for 5 seconds, and from before it, nothing counts.
+-- pg_locks tells, which would cost more for all. A hundred that are missed are enough for one look:
+-- each takes a slot of the shared lock table. After a start of the server, a recovery from a crash
+-- or a promotion nobody has come back yet: for 5 seconds, and from before it, nothing counts.
 create function pgsched._gone_workers(p_now timestamptz)
   returns text[]
   language plpgsql
@@ -91,9 +93,6 @@ declare
   v_start timestamptz := pg_postmaster_start_time();
   v_absent bigint[];
 begin
-  if p_now < v_start + interval '5 seconds' then
-    return '{}';
-  end if;
   v_absent := array(
     select s.id
       from (select w.id
@@ -101,11 +100,19 @@ begin
              where w.presence
              order by w.id
             offset 0) as s
-     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer));
-  v_absent := array(
-    select a.id
-      from unnest(v_absent) as a (id)
-     where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
+     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)
+     limit 100);
+  if v_absent <> '{}' then
+    v_start := greatest(
+      v_start, pg_stat_get_bgwriter_stat_reset_time(), pg_last_xact_replay_timestamp());
+    v_absent := array(
+      select a.id
+        from unnest(v_absent) as a (id)
+       where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
+  end if;
+  if p_now < v_start + interval '5 seconds' then
+    return '{}';
+  end if;
   update pgsched.workers as w
      set suspect_since = case when w.id = any (v_absent) then p_now end
    where w.id in (

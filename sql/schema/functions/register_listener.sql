@@ -4,6 +4,7 @@ create function pgsched.register_listener(p_worker_id bigint, p_queues text[])
   security definer
   set search_path = pg_catalog, pg_temp
   set enable_seqscan = off
+  set lock_timeout = '200 ms'
 as $$
 begin
   perform pgsched._name('p_queues', q.name) from unnest(p_queues) as q (name);

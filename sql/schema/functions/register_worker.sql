@@ -22,17 +22,14 @@ begin
   -- Not by an upsert, which would wait for an open reap_stale that suspects this worker, and the
   -- worker's leases with it. A presence counts where it is to be seen: not that of another server
   -- or database, and not that of the id that the worker had before its row was deleted.
-  update pgsched.workers as w
-     set queues = p_queues, slots = p_slots, seen_at = v_now, suspect_since = null,
-         presence = p_presence
-                    and (w.id % 2147483647)::integer::oid in (select pgsched._presences())
-   where w.id in (
-         select o.id from pgsched.workers as o where o.name = p_name for no key update skip locked)
-  returning w.id into v_id;
-  if not found then
-    select w.id into v_id from pgsched.workers as w where w.name = p_name;
-  end if;
-  if not found then
+  select w.id into v_id from pgsched.workers as w where w.name = p_name for no key update nowait;
+  if found then
+    update pgsched.workers as w
+       set queues = p_queues, slots = p_slots, seen_at = v_now, suspect_since = null,
+           presence = p_presence
+                      and (w.id % 2147483647)::integer::oid in (select pgsched._presences())
+     where w.id = v_id;
+  else
     insert into pgsched.workers as w (name, queues, slots, started_at, seen_at)
     values (p_name, p_queues, p_slots, v_now, v_now)
     on conflict (name) do update set seen_at = excluded.seen_at
@@ -63,8 +60,8 @@ $$;
 comment on function pgsched.register_worker is
   'Says that a worker process is there and returns the id of its row; a worker repeats it about '
   'every minute. p_presence: it holds its presence now (hold_presence), which is noted if a '
-  'session of this database does; to be said at once when that changes. While another session has '
-  'the row locked, nothing is noted, until the next call. Deletes on the way who was not seen for '
-  'a day, and listeners not seen for 5 minutes. Raises TS400.';
+  'session of this database does; to be said at once when that changes. Deletes on the way who was '
+  'not seen for a day, and listeners not seen for 5 minutes. Raises TS400, and 55P03 while another '
+  'session has the row locked.';
 
 revoke all on function pgsched.register_worker from public;
