@@ -3,6 +3,8 @@
 A test that is also run against mutants takes nothing but the connection factory and its cases.
 """
 
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -386,12 +388,26 @@ def own_server() -> Iterator[Server]:
         yield server
 
 
+def answers(dsn: str) -> bool:
+    """Whether the server, which may be recovering, lets a client in."""
+    try:
+        psycopg.connect(dsn).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("crash", [False, True])
 def test_nothing_counts_from_before_a_start_of_the_server_and_soon_after(
-    own_server: Server,
+    own_server: Server, crash: bool
 ) -> None:
-    """Then everybody has lost its presence, and may not have come back yet."""
+    """Then everybody has lost its presence, and may not have come back yet.
+
+    When one of its processes is killed, the server recovers, and its start was long ago.
+    """
     since = "select suspect_since from pgsched.workers"
-    started = "select clock_timestamp() - pg_postmaster_start_time() > interval '5 seconds'"
+    start = "stats_reset from pg_stat_bgwriter" if crash else "pg_postmaster_start_time()"
+    started = f"select clock_timestamp() - (select {start}) > interval '5 seconds'"
     with psycopg.connect(own_server.dsn(), autocommit=True) as conn:
         worker_id = register(conn)
         [task_id] = claimed(conn)
@@ -402,16 +418,21 @@ def test_nothing_counts_from_before_a_start_of_the_server_and_soon_after(
             """
         )
         before = conn.execute(since).fetchone()
-    own_server.stop()
-    own_server.start()
+        if crash:
+            os.kill(conn.info.backend_pid, signal.SIGKILL)
+    if crash:
+        wait_until(lambda: answers(own_server.dsn()))
+    else:
+        own_server.stop()
+        own_server.start()
     with psycopg.connect(own_server.dsn(), autocommit=True) as conn:
         assert look(conn) == []
         assert conn.execute(since).fetchone() == before
-        wait_until(lambda: conn.execute(started).fetchone() == (True,))
+        wait_until(lambda: conn.execute(started.encode()).fetchone() == (True,))
         assert look(conn) == []
         assert conn.execute(since).fetchone() != before
         assert row(conn, task_id).status == "processing"
-        conn.execute("update pgsched.workers set suspect_since = pg_postmaster_start_time()")
+        conn.execute(f"update pgsched.workers set suspect_since = (select {start})".encode())
         assert look(conn) == [task_id]
         assert noted(conn, worker_id) == GONE
 

@@ -25,6 +25,10 @@ GRACE = 5.0
 """Seconds that nobody must have held a worker's presence before its tasks are taken."""
 LATE = 30.0
 """Seconds for which a call of which nobody heard may still be on its way or at work."""
+LONG = GRACE + 2.0
+"""Seconds left of a lease within which its holder, when it is killed, can be missed."""
+KILLS = 5
+"""Of so many who could have been missed before a lease ended, one should have been."""
 ROUNDING = 0.001
 
 
@@ -51,12 +55,18 @@ class Claim(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a call said of one task; `answer` is None when that is unknown."""
+    """What a call said of one task; `answer` is None when that is unknown.
+
+    `permanent`: whether a fail was to be the last, None when that was not recorded; `key`: the
+    unique key that was asked for.
+    """
 
     op: Op
     token: str | None
     answer: str | None
     delay: float = 0.0
+    permanent: bool | None = None
+    key: str | None = None
 
     @property
     def accepted(self) -> bool:
@@ -66,7 +76,8 @@ class Event(NamedTuple):
 class Row(NamedTuple):
     """A task as the tables have it at the end; `tag` names the call that enqueued it.
 
-    `effects`: how many rows its handler wrote; `followers`: how many tasks it enqueued.
+    `effects`: how many rows its handler wrote; `followers`: how many tasks it enqueued; `queue` is
+    None when it was not recorded, nor was the key then.
     """
 
     id: int
@@ -78,6 +89,8 @@ class Row(NamedTuple):
     token: str | None
     effects: int = 0
     followers: int = 0
+    queue: str | None = None
+    unique_key: str | None = None
 
 
 @dataclass(slots=True)
@@ -90,7 +103,11 @@ class Task:
 
 @dataclass
 class Report:
-    """The violations, and what else is worth knowing of a run; times in seconds."""
+    """The violations, and what else is worth knowing of a run; times in seconds.
+
+    `missed`: processes that were killed while present, with much left of a lease, and whether they
+    were missed before it ended.
+    """
 
     violations: list[Violation] = field(default_factory=list)
     tasks: int = 0
@@ -98,6 +115,7 @@ class Report:
     executions: int = 0
     repeated: int = 0
     recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    missed: dict[str, bool] = field(default_factory=dict)
     faults: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     noticed: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
@@ -149,8 +167,14 @@ class Checker:
             self._reaping.append((op.begin, min(op.end, op.begin + LATE)))
         if op.call == "enqueue":
             self._enqueues[op.name] = op
-            for task_id in op.result if known else ():
-                self._tasks[task_id].events.append(Event(op, None, "enqueued"))
+            if known and len(op.result) != op.args["count"]:
+                self.say(
+                    "garbled", f"{len(op.result)} ids of {op.args['count']} tasks: {_told(op)}"
+                )
+                return
+            ids = op.result if known else []
+            for task_id, key in zip(ids, op.args.get("keys") or [None] * len(ids), strict=False):
+                self._tasks[task_id].events.append(Event(op, None, "enqueued", key=key))
         elif op.status == "fail":
             pass
         elif op.call == "claim":
@@ -166,19 +190,21 @@ class Checker:
         elif op.call == "maintain":  # it does not say which
             self._reap_unknown = min(self._reap_unknown, op.begin)
         elif op.call == "register":
-            if op.args["presence"]:
-                self._registered[op.args["worker"]].append(op)
+            self._registered[op.args["worker"]].append(op)
         elif "ids" in op.args:
             ids = op.args["ids"]
             nothing: list[Any] = [None] * len(ids)
             answers = op.result if known else nothing
             tokens = op.args.get("tokens", nothing)
             delays = op.args.get("delays", nothing)
+            permanent = op.args.get("permanent", nothing)
             if len(answers) != len(ids):
                 self.say("garbled", f"{len(answers)} answers to {len(ids)} tasks: {_told(op)}")
                 return
-            for task_id, token, answer, delay in zip(ids, tokens, answers, delays, strict=True):
-                self._tasks[task_id].events.append(Event(op, token, answer, delay or 0.0))
+            for task_id, token, answer, delay, last in zip(
+                ids, tokens, answers, delays, permanent, strict=True
+            ):
+                self._tasks[task_id].events.append(Event(op, token, answer, delay or 0.0, last))
 
     def add_note(self, note: Note) -> None:
         match note.kind, note.data:
@@ -226,11 +252,15 @@ class Checker:
             stored, count = self._stored[name], op.args["count"]
             if op.status == "unknown" and stored not in {0, count} and not op.args.get("keys"):
                 self.say("invented", f"{stored} of {count} tasks are stored: {_told(op)}")
+        missed = self.report.missed
+        if len(missed) >= KILLS and not any(missed.values()):
+            self.say("presence", f"none was missed before its lease ended: {', '.join(missed)}")
 
     def _check_task(self, row: Row, task: Task) -> Iterator[Violation]:
         task.claims.sort(key=lambda claim: claim.at)
         for kind, texts in (
             ("invented", self._check_enqueue(row, task)),
+            ("key", _check_keys(row, task)),
             ("token", self._check_tokens(task)),
             ("attempt", self._check_attempts(row, task)),
             ("early", self._check_times(task)),
@@ -239,7 +269,9 @@ class Checker:
             ("completed twice", _check_completions(task)),
             ("revived", _check_ends(task)),
             ("forgotten", _check_acknowledged(row, task)),
+            ("cancel", _check_requests(row, task)),
             ("uncaused", self._check_status(row, task)),
+            ("attempts left", _check_failures(row, task)),
             ("effect", _check_effects(row)),
         ):
             for text in texts:
@@ -309,13 +341,8 @@ class Checker:
 
     def _check_leases(self, task: Task) -> Iterator[str]:
         """Nobody is given a task before the lease of the claim before is over, or the claim is."""
-        offset = min(self._clock, default=-inf)
         for before, after in zip(task.claims, task.claims[1:], strict=False):
-            lease_end = before.lease_end
-            for event in task.events:
-                if event.token == before.token and event.op.call == "extend" and event.accepted:
-                    # It was extended after the call began, by the server's clock.
-                    lease_end = max(lease_end, event.op.begin + offset + event.op.args["lease"])
+            lease_end = self._lease_end(task, before)
             if after.at >= lease_end - ROUNDING:
                 continue
             ends = _ends_of(task, before.token, {"fail", "release"})
@@ -325,6 +352,20 @@ class Checker:
                 continue
             early = f"{lease_end - after.at:.3f} s"
             yield f"was claimed {early} before the lease of {before.token} ended"
+
+    def _lease_end(self, task: Task, claim: Claim) -> float:
+        """The lease did not end before this, by the server's clock."""
+        offset = min(self._clock, default=-inf)
+        return max(
+            claim.lease_end,
+            # It was extended after the call began.
+            *(
+                event.op.begin + offset + event.op.args["lease"]
+                for event in task.events
+                if event.token == claim.token and event.op.call == "extend" and event.accepted
+            ),
+            -inf,
+        )
 
     def _may_be_gone(self, before: Claim, after: Claim) -> bool:
         """Whether the holder's presence may have been missed for long enough.
@@ -336,7 +377,7 @@ class Checker:
             begin <= before.op.begin and after.op.end <= end for begin, end in self._present[worker]
         ):
             return False
-        registered = self._registered[worker]
+        registered = [op for op in self._registered[worker] if op.args["presence"]]
         return bool(registered) and all(
             op.begin + GRACE <= after.op.end
             for op in registered
@@ -382,6 +423,23 @@ class Checker:
             for kind, stopped, back in stops:
                 if before.op.end <= stopped < min(ended, after.op.begin) and after.op.begin < back:
                     self.report.recoveries[kind].append(after.op.end - stopped)
+                    if kind == "kill" and after.attempt == before.attempt + 1:
+                        self._note_missed(task, before, after, stopped)
+
+    def _note_missed(self, task: Task, before: Claim, after: Claim, stopped: float) -> None:
+        """Whether a worker that was killed was missed by its presence, if it could be."""
+        offset = max(self._clock, default=inf)
+        lease_end = self._lease_end(task, before)
+        told = [op for op in self._registered[before.op.args["worker"]] if op.end < stopped]
+        last = max(told, key=lambda op: op.end, default=None)
+        if last is None or last.status != "ok" or not last.args["presence"]:
+            return
+        if lease_end - (stopped + offset) < LONG:
+            return
+        reaped = [e.op.end + offset for e in task.events if e.op.call == "reap"]
+        taken = min([after.at, *(at for at in reaped if at > stopped + offset)])
+        missed, process = self.report.missed, before.op.process
+        missed[process] = missed.get(process, False) or taken < lease_end - ROUNDING
 
 
 def _ends_of(task: Task, token: str, calls: set[str]) -> list[Event]:
@@ -420,6 +478,22 @@ def _check_uses(task: Task) -> Iterator[str]:
             yield f"ended the claim of {claim.token} {ends} times"
 
 
+def _check_keys(row: Row, task: Task) -> Iterator[str]:
+    """A unique key gives a task that has it, and that had not ended."""
+    for event in task.events:
+        if event.key is None:
+            continue
+        queue = event.op.args.get("queue", row.queue)
+        if row.queue is not None and (row.queue, row.unique_key) != (queue, event.key):
+            yield f"has key {row.unique_key} in {row.queue}, and was returned for {_told(event.op)}"
+        for end in task.events:
+            if end.answer not in FINAL | {"already"} or end.op.end >= event.op.begin:
+                continue
+            if end.answer in {"completed", "already"} or not _retried(task, end, event.op.end):
+                yield f"was returned for {event.key} when it had ended: {_told(event.op)}"
+                break
+
+
 def _check_completions(task: Task) -> Iterator[str]:
     if (count := sum(event.answer == "completed" for event in task.events)) > 1:
         yield f"was completed {count} times"
@@ -430,7 +504,7 @@ def _is_retry(event: Event, after: float, before: float = inf) -> bool:
     return (
         event.op.call == "retry"
         and event.answer in {None, "queued"}
-        and event.op.end > after
+        and (event.answer is None or event.op.end > after)
         and event.op.begin < before
     )
 
@@ -458,6 +532,49 @@ def _check_acknowledged(row: Row, task: Task) -> Iterator[str]:
                 yield f"was completed with {event.token}, and is {row.status} with {row.token}"
         elif event.answer in FINAL and row.status != event.answer and not _retried(task, event):
             yield f"was {event.answer}, and is {row.status}"
+
+
+def _check_requests(row: Row, task: Task) -> Iterator[str]:
+    """Of a task that is to be cancelled only a completion is taken; it does not come back."""
+    for request in task.events:
+        if request.answer != "requested" or _retried(task, request):
+            continue
+        done = request.op.end
+        for event in task.events:
+            if (
+                event.op.call in {"fail", "release", "reap"}
+                and event.op.begin > done
+                and event.answer in {"queued", "failed"}
+            ):
+                yield f"was to be cancelled, and {event.op.call} said {event.answer}"
+        if any(claim.op.begin > done for claim in task.claims):
+            yield "was to be cancelled, and was claimed again"
+        if row.status in {"queued", "failed"}:
+            yield f"was to be cancelled, and is {row.status}"
+
+
+def _check_failures(row: Row, task: Task) -> Iterator[str]:
+    """A task fails for good with its last attempt, or when its worker says so."""
+    claims = {claim.token: claim for claim in task.claims}
+    for event in task.events:
+        claim = claims.get(event.token or "")
+        if event.op.call != "fail" or claim is None:
+            continue
+        last = event.permanent or claim.attempt >= claim.max_attempts
+        told = f"with attempt {claim.attempt} of {claim.max_attempts}"
+        if event.answer == "failed" and not last and event.permanent is not None:
+            yield f"failed for good {told}"
+        if event.answer == "queued" and last:
+            yield f"was to fail for good {told}, and did not"
+    if row.status == "failed" and row.attempt < row.max_attempts:
+        if not any(
+            event.op.call == "fail"
+            and event.token == row.token
+            and event.answer in {None, "failed"}
+            and event.permanent is not False
+            for event in task.events
+        ):
+            yield f"is failed with attempt {row.attempt} of {row.max_attempts}"
 
 
 def _check_effects(row: Row) -> Iterator[str]:

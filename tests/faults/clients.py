@@ -152,7 +152,7 @@ class Producer(Client):
         return self.recorder.call("enqueue", {"count": len(tasks), **args}, enqueue)
 
     def single(self, queue: str = "bulk", key: str | None = None) -> list[int]:
-        args = {"count": 1} | ({"keys": [key]} if key else {})
+        args = {"count": 1} | ({"keys": [key], "queue": queue} if key else {})
         return self.recorder.call(
             "enqueue",
             args,
@@ -167,7 +167,8 @@ class Producer(Client):
 
     def unique_batch(self) -> list[int]:
         keys = [f"key {self.chance.randrange(UNIQUE_KEYS)}" for _ in range(10)]
-        return self.batch([{"queue": "work", "unique_key": key} for key in keys], keys=keys)
+        tasks = [{"queue": "work", "unique_key": key} for key in keys]
+        return self.batch(tasks, keys=keys, queue="work")
 
     def delayed(self) -> list[int]:
         run_at = time.time() + 2 * self.chance.random()
@@ -248,8 +249,8 @@ class SqlWorker(Client):
     def fail(self, held: Sequence[Held], delay: float = 0.0) -> list[str]:
         query = "select outcome from pgsched.fail_tasks(%s, %s::uuid[], %s, %s::interval[])"
         errors, delays = ["boom"] * len(held), [timedelta(seconds=delay)] * len(held)
-        recorded = [delay] * len(held)
-        return self.use("fail", held, query, errors, delays, delays=recorded)
+        recorded = {"delays": [delay] * len(held), "permanent": [False] * len(held)}
+        return self.use("fail", held, query, errors, delays, **recorded)
 
     def release(self, held: Sequence[Held]) -> list[str]:
         query = "select outcome from pgsched.release_tasks(%s, %s::uuid[])"
@@ -287,7 +288,7 @@ class SqlWorker(Client):
     def fail_one(self, held: Held) -> list[str]:
         permanent = self.chance.random() < 0.1
         query = "select status from pgsched.fail_task(%s, %s, 'boom', p_permanent => %s)"
-        return self.one("fail", held, query, permanent)
+        return self.one("fail", held, query, permanent, permanent=[permanent])
 
     def release_one(self, held: Held) -> list[str]:
         return self.one("release", held, "select 'released' from pgsched.release_task(%s, %s)")

@@ -250,7 +250,7 @@ def stored(conn: psycopg.Connection) -> Iterator[Row]:
                group by 1)
             select t.id, t.payload ->> 'tag', t.task_type, t.status, t.attempt, t.max_attempts,
                    replace(t.claim_token::text, '-', ''), coalesce(e.count, 0),
-                   coalesce(f.count, 0)
+                   coalesce(f.count, 0), t.queue, t.unique_key
               from pgsched.tasks as t
               left join effects as e on e.task_id = t.id
               left join followers as f on f.task_id = t.id

@@ -87,6 +87,10 @@ def summary(report: Report) -> str:
         lines.append(f"  {call:34} " + " ".join(f"{count:8}" for count in counts))
     for kind, times in sorted(report.recoveries.items()):
         lines.append(f"handed out again after a {kind}: {_spread(times)}")
+    if missed := report.missed:
+        lines.append(
+            f"killed while present  {len(missed)}, before a lease ended {sum(missed.values())}"
+        )
     for what in ("slow", "error"):
         for name, count, longest in sorted(report.noticed[what]):
             more = f", at most {longest:.0f} ms" if longest else ""

@@ -77,7 +77,13 @@ def record_calls(recorder: Recorder) -> None:
         "extend_tasks", "extend", lambda claims, lease: held(claims, lease=lease.total_seconds())
     )
     record("complete_tasks", "complete", lambda claims, _: held(claims))
-    record("fail_tasks", "fail", lambda claims, _, delays, __: held(claims, delays=seconds(delays)))
+    record(
+        "fail_tasks",
+        "fail",
+        lambda claims, _, delays, permanent: held(
+            claims, delays=seconds(delays), permanent=list(permanent)
+        ),
+    )
     record("release_tasks", "release", lambda claims, delays: held(claims, delays=seconds(delays)))
     record("reap_stale", "reap", lambda _: {})
     record(
