@@ -25,6 +25,11 @@ from pgsched.errors import InvalidArgument, from_database
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
+Document = dict[str, Any]
+"""A row for observers, as the server writes it in JSON; lengths of time are in seconds."""
+DatabaseStats = tuple[Document, list[Document]]
+"""The row of server_stats, and those of queue_stats."""
+
 CONNECTION: dict[str, Any] = {
     "connect_timeout": 10,
     # A server that fell silent is given up after about ten seconds, not after hours.
@@ -71,23 +76,6 @@ class Claim(Task):
     lease_expires_at: datetime
     contended: int
     claimed_at: float = field(default_factory=time.monotonic, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    """One row of queue_stats. Counts stop at 10,000: that figure means 10,000 or more."""
-
-    queue: str
-    paused: bool
-    queued: int
-    due: int
-    processing: int
-    failed: int
-    oldest_due_age: timedelta
-
-
-DatabaseStats = tuple[int, timedelta, list[QueueStats]]
-"""How many workers there are, the age of the oldest snapshot, the queues."""
 
 
 @contextmanager
@@ -421,38 +409,32 @@ def is_pooled(conn: Connection) -> bool:
     return bool(pid != conn.info.backend_pid)
 
 
-def queue_stats(conn: Connection) -> list[QueueStats]:
-    """One row for each queue that has settings, live tasks or dead letters."""
+def queue_stats(conn: Connection) -> list[Document]:
+    """One for each queue that has settings, live tasks or dead letters. Counts stop at 10,000."""
     rows = conn.execute(
-        """
-        select s.queue, s.paused, s.queued, s.due, s.processing, s.failed,
-               date_part('epoch', s.oldest_due_age)
-          from pgsched.queue_stats() as s
-        """
+        "select to_json(s), date_part('epoch', s.oldest_due_age) from pgsched.queue_stats() as s"
     )
-    return [QueueStats(*(*figures, timedelta(seconds=age))) for *figures, age in rows]
+    return [queue | {"oldest_due_age": age} for queue, age in rows]
 
 
 def database_stats(conn: Connection) -> DatabaseStats:
-    """By one statement, which is given up after 3 seconds."""
-    with conn.transaction():
-        conn.execute("select set_config('statement_timeout', '3s', true)")
-        rows = conn.execute(
-            """
-            select v.workers, date_part('epoch', v.oldest_snapshot_age),
-                   s.queue, s.paused, s.queued, s.due, s.processing, s.failed,
-                   date_part('epoch', s.oldest_due_age)
-              from pgsched.server_stats() as v
-              left join pgsched.queue_stats() as s on true
-            """
-        ).fetchall()
-    workers, snapshot_age, *_ = rows[0]
-    queues = [
-        QueueStats(*(*figures, timedelta(seconds=age)))
-        for _, _, *figures, age in rows
-        if age is not None  # as when there is no queue
-    ]
-    return workers, timedelta(seconds=snapshot_age), queues
+    """By one statement."""
+    rows = conn.execute(
+        """
+        select to_json(v), date_part('epoch', v.oldest_snapshot_age),
+               to_json(s), date_part('epoch', s.oldest_due_age)
+          from pgsched.server_stats() as v
+          left join pgsched.queue_stats() as s on true
+        """
+    ).fetchall()
+    server, snapshot_age, *_ = rows[0]
+    queues = [queue | {"oldest_due_age": age} for *_, queue, age in rows if queue]
+    return server | {"oldest_snapshot_age": snapshot_age}, queues
+
+
+def limit_statements(conn: Connection) -> None:
+    """Statements of this transaction are given up after 3 seconds."""
+    conn.execute("select set_config('statement_timeout', '3s', true)")
 
 
 def schema_version(conn: Connection) -> str:
@@ -461,7 +443,7 @@ def schema_version(conn: Connection) -> str:
     return str(version)
 
 
-def get_task(conn: Connection, task_id: int) -> tuple[dict[str, Any], str, str | None]:
+def get_task(conn: Connection, task_id: int) -> tuple[Document, str, str | None]:
     """What there is of a task, with times in UTC, and its payload and result as JSON text."""
     [(_, task, payload, result)] = conn.execute(
         """
@@ -481,25 +463,16 @@ def get_task(conn: Connection, task_id: int) -> tuple[dict[str, Any], str, str |
     return task, payload, result
 
 
-def list_workers(conn: Connection) -> list[dict[str, Any]]:
+def list_workers(conn: Connection) -> list[Document]:
     """One for each worker, with times in UTC; ``seen_age`` in seconds."""
     rows = conn.execute(
         "select set_config('timezone', 'UTC', true), to_json(w),"
         " date_part('epoch', clock_timestamp() - w.seen_at) from pgsched.list_workers() as w"
     )
-    return [{**worker, "seen_age": age} for _, worker, age in rows]
+    return [worker | {"seen_age": age} for _, worker, age in rows]
 
 
-def server_stats(conn: Connection) -> dict[str, Any]:
-    """Figures of the whole server; ``oldest_snapshot_age`` in seconds."""
-    [(stats, age)] = conn.execute(
-        "select to_json(s), date_part('epoch', s.oldest_snapshot_age)"
-        " from pgsched.server_stats() as s"
-    )
-    return {**stats, "oldest_snapshot_age": age}
-
-
-def recent_rates(conn: Connection, seconds: int) -> list[dict[str, Any]]:
+def recent_rates(conn: Connection, seconds: int) -> list[Document]:
     """What ended in the last seconds, by queue. Counts stop at 10,000."""
     rows = conn.execute(
         "select to_json(r) from pgsched.recent_rates(p_seconds => %s::integer) as r", (seconds,)
@@ -507,7 +480,7 @@ def recent_rates(conn: Connection, seconds: int) -> list[dict[str, Any]]:
     return [rate for (rate,) in rows]
 
 
-def diagnose(conn: Connection) -> list[dict[str, str | None]]:
+def diagnose(conn: Connection) -> list[Document]:
     """What was found, each with check_name, level, finding and advice."""
     return [found for (found,) in conn.execute("select to_json(d) from pgsched.diagnose() as d")]
 

@@ -185,7 +185,7 @@ def status_command(dsn: str) -> None:
     """Show the queues: what waits, runs and failed."""
     with _connect(dsn) as connection:
         version = calls.schema_version(connection)
-        queues = top.queue_stats(connection)
+        queues = calls.queue_stats(connection)
     head = f"schema {version}, {len(queues)} queue{'' if len(queues) == 1 else 's'}"
     lines = [head, *top.queue_table(queues, WIDE)]
     if not queues:

@@ -19,7 +19,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from pgsched import calls
-from pgsched.calls import Claim, QueueStats
+from pgsched.calls import Claim, DatabaseStats, Document
 from pgsched.handlers import error_text
 from pgsched.worker import fulfil
 
@@ -173,7 +173,7 @@ class Database(Collector):
     def __init__(self, dsn: str, name: str) -> None:
         self._dsn, self._name = dsn, name
         self._lock = Lock()
-        self._answer: Future[calls.DatabaseStats] | None = None
+        self._answer: Future[DatabaseStats] | None = None
         self._asked_at = -math.inf
 
     def collect(self) -> list[GaugeMetricFamily]:
@@ -183,7 +183,7 @@ class Database(Collector):
             log.warning("no figures of the database: error=%r", error_text(error))
             return _families(None)
 
-    def _latest(self) -> Future[calls.DatabaseStats]:
+    def _latest(self) -> Future[DatabaseStats]:
         with self._lock:
             now, answer = time.monotonic(), self._answer
             if answer is None or (answer.done() and now >= self._asked_at + FRESH_SECONDS):
@@ -194,49 +194,57 @@ class Database(Collector):
                 self._answer, self._asked_at = answer, now
             return answer
 
-    def _ask(self) -> calls.DatabaseStats:
+    def _ask(self) -> DatabaseStats:
         name = f"pgsched {self._name} metrics"
-        with calls.translated(), calls.connect(self._dsn, application_name=name) as connection:
+        with (
+            calls.translated(),
+            calls.connect(self._dsn, application_name=name) as connection,
+            connection.transaction(),
+        ):
+            calls.limit_statements(connection)
             return calls.database_stats(connection)
 
 
-def _families(stats: calls.DatabaseStats | None) -> list[GaugeMetricFamily]:
+def _families(answer: DatabaseStats | None) -> list[GaugeMetricFamily]:
     families = []
 
     def gauge(name: str, text: str, *labels: str) -> Callable[[Sequence[str], float], None]:
         families.append(GaugeMetricFamily(f"pgsched_{name}", text, labels=labels))
         return families[-1].add_metric
 
-    gauge("database_up", "1: the database answered this scrape.")((), stats is not None)
-    if stats is not None:
-        workers, snapshot_age, queues = stats
-        gauge("workers", "Workers seen within 2 minutes.")((), workers)
+    gauge("database_up", "1: the database answered this scrape.")((), answer is not None)
+    if answer is not None:
+        server, queues = answer
+        gauge("workers", "Workers seen within 2 minutes.")((), server["workers"])
         gauge("oldest_snapshot_age_seconds", "Age of the oldest snapshot that holds back vacuum.")(
-            (), snapshot_age.total_seconds()
+            (), server["oldest_snapshot_age"]
         )
         tasks = gauge("queue_tasks", "Tasks by status, up to 10000.", "queue", "status")
         due = gauge("queue_due", "Tasks due now, up to 10000.", "queue")
         age = gauge("queue_oldest_due_age_seconds", "0: none is due.", "queue")
         paused = gauge("queue_paused", "1: paused.", "queue")
         for each in _bounded(queues):
+            name = each["queue"]
             for status in ("queued", "processing", "failed"):
-                tasks((each.queue, status), getattr(each, status))
-            due((each.queue,), each.due)
-            age((each.queue,), each.oldest_due_age.total_seconds())
-            paused((each.queue,), each.paused)
+                tasks((name, status), each[status])
+            due((name,), each["due"])
+            age((name,), each["oldest_due_age"])
+            paused((name,), each["paused"])
     return families
 
 
-def _bounded(queues: list[QueueStats]) -> list[QueueStats]:
+def _bounded(queues: list[Document]) -> list[Document]:
     """Those with the most due tasks, and the rest as one without a name."""
-    queues = sorted(queues, key=lambda each: (-each.due, each.queue))
-    if not (rest := queues[QUEUES:]):
-        return queues
-    names = ("queued", "due", "processing", "failed")
-    counts = (sum(getattr(each, name) for each in rest) for name in names)
-    paused = any(each.paused for each in rest)
-    age = max(each.oldest_due_age for each in rest)
-    return [*queues[:QUEUES], QueueStats(*("", paused, *counts, age))]
+    queues = sorted(queues, key=lambda each: (-each["due"], each["queue"]))
+    queues, rest = queues[:QUEUES], queues[QUEUES:]
+    if rest:
+        one: Document = {"queue": ""}
+        for name in ("queued", "due", "processing", "failed"):
+            one[name] = sum(each[name] for each in rest)
+        for name in ("paused", "oldest_due_age"):
+            one[name] = max(each[name] for each in rest)
+        queues.append(one)
+    return queues
 
 
 class _Server(ThreadingWSGIServer):
