@@ -202,6 +202,7 @@ def enqueue(
         raise InvalidArgument("give run_at or delay, not both")
     if run_at is not None and run_at.utcoffset() is None:
         raise InvalidArgument("run_at has no time zone: give an aware datetime")
+    text = to_json({} if payload is None else payload)
     # Whatever cursors and rows the caller's connection makes.
     with translated(), psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
         [(task_id,)] = cursor.execute(
@@ -214,19 +215,11 @@ def enqueue(
                      p_unique_key => %s, p_concurrency_key => %s)
             """,
             (
-                task_type,
-                to_json({} if payload is None else payload),
-                queue,
-                run_at,
-                delay,
-                priority,
-                max_attempts,
-                unique_key,
-                concurrency_key,
+                *(task_type, text, queue, run_at, delay),
+                *(priority, max_attempts, unique_key, concurrency_key),
             ),
         )
-    assert isinstance(task_id, int)
-    return task_id
+    return int(task_id)
 
 
 def claim_task(
@@ -354,8 +347,7 @@ def reap_stale(conn: Connection, limit: int) -> list[tuple[int, str]]:
 def prune_finished(conn: Connection, limit: int) -> int:
     """How many finished tasks were deleted since their queues keep them no longer."""
     [(deleted,)] = conn.execute("select pgsched.prune_finished(p_limit => %s::integer)", (limit,))
-    assert isinstance(deleted, int)
-    return deleted
+    return int(deleted)
 
 
 def register_worker(
@@ -365,13 +357,11 @@ def register_worker(
     [(worker_id,)] = conn.execute(
         """
         select pgsched.register_worker(
-                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer,
-                 p_presence => %s)
+                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer, p_presence => %s)
         """,
         (name, list(queues), slots, presence),
     )
-    assert isinstance(worker_id, int)
-    return worker_id
+    return int(worker_id)
 
 
 def hold_presence(conn: Connection, worker_id: int) -> None:
@@ -388,10 +378,7 @@ def unregister_worker(conn: Connection, worker_id: int) -> None:
 def register_listener(conn: Connection, worker_id: int, queues: Sequence[str]) -> None:
     """The worker listens for these queues now."""
     conn.execute(
-        """
-        select pgsched.register_listener(
-                 p_worker_id => %s::bigint, p_queues => %s::text[])
-        """,
+        "select pgsched.register_listener(p_worker_id => %s::bigint, p_queues => %s::text[])",
         (worker_id, list(queues)),
     )
 
