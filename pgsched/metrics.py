@@ -35,9 +35,6 @@ CALL_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 OUTCOMES = ("completed", "retried", "failed", "cancelled", "released", "lost")
 REAPED = ("queued", "failed", "cancelled")
 
-Labels = dict[str, tuple[str, ...]]
-"""Names of labels. One of the last label's values, if they are told here, brings all others along:
-Prometheus sees no increase in a series that begins with 1."""
 Record = Callable[..., None]
 """Takes an amount, then the values of the labels. Never raises."""
 
@@ -64,40 +61,34 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._lease = timedelta(seconds=lease)
         self._tell_once = lru_cache(log.error)
-        none, queue = Labels(), Labels(queue=())
-        task = Labels(queue=(), task_type=())
-        of_task = partial(self._new, Histogram, task, buckets=TASK_BUCKETS)
-        of_call = partial(self._new, Histogram, buckets=CALL_BUCKETS)
-        claims = of_call(queue, "claim_duration_seconds", "Claims of a batch of tasks.")
-        flushes = of_call(none, "flush_duration_seconds", "Reports of a batch of outcomes.")
-        self.claim, self.flush = partial(timed, claims), partial(timed, flushes)
+        self._begun: set[tuple[str, str]] = set()
+        of_task = partial(self._new, Histogram, ["queue", "task_type"], buckets=TASK_BUCKETS)
         self.latency = of_task("scheduling_latency_seconds", "run_at to accepted completion.")
         self.start_delay = of_task("start_delay_seconds", "run_at to the begin of the handler.")
         self.handler = of_task("handler_duration_seconds", "Handlers, however they ended.")
-        gauge, counter = partial(self._new, Gauge), partial(self._new, Counter)
-        self.slots = gauge(none, "worker_slots", "Tasks this worker runs at once.")
-        self.busy = gauge(none, "worker_slots_busy", "Tasks this worker runs now.")
-        self.prefetched = gauge(none, "worker_prefetched", "Claims whose handler has not begun.")
-        self.contention = counter(queue, "lock_contention_total", "Due tasks that others held.")
-        self.outcomes = counter(
-            task | {"outcome": OUTCOMES}, "task_outcomes_total", "Ended claims."
-        )
-        self.reaped = counter({"status": REAPED}, "reaped_total", "Tasks taken from lost workers.")
-        self.reaped(0, "queued")
-        self.reconnects = counter(none, "reconnects_total", "Connections that were lost.")
+        of_call = partial(self._new, Histogram, buckets=CALL_BUCKETS)
+        self.claim = of_call(["queue"], "claim_duration_seconds", "Claims of a batch of tasks.")
+        self.flush = of_call([], "flush_duration_seconds", "Reports of a batch of outcomes.")
+        gauge, counter = partial(self._new, Gauge, []), partial(self._new, Counter)
+        self.slots = gauge("worker_slots", "Tasks this worker runs at once.")
+        self.busy = gauge("worker_slots_busy", "Tasks this worker runs now.")
+        self.prefetched = gauge("worker_prefetched", "Claims whose handler has not begun.")
+        self.contention = counter(["queue"], "lock_contention_total", "Due tasks that others held.")
+        ends = ["queue", "task_type", "outcome"]
+        self._outcomes = counter(ends, "task_outcomes_total", "Ended claims.")
+        self.reaped = counter(["status"], "reaped_total", "Tasks taken from lost workers.")
+        for status in REAPED:
+            self.reaped(0, status)
+        self.reconnects = counter([], "reconnects_total", "Connections that were lost.")
 
-    def _new(self, kind: Any, labels: Labels, name: str, text: str, **options: Any) -> Record:
+    def _new(self, kind: Any, labels: list[str], name: str, text: str, **options: Any) -> Record:
         options["registry"] = self.registry
         metric = cache(partial(kind, f"pgsched_{name}", text, labels, **options))
         does = {Histogram: "observe", Counter: "inc", Gauge: "set_function"}[kind]
 
         @cache
         def child(*values: str) -> Any:
-            if not values:
-                return getattr(metric(), does)
-            for last in (*labels.values(),)[-1]:
-                metric().labels(*values[:-1], last)
-            return getattr(metric().labels(*values), does)
+            return getattr(metric().labels(*values) if values else metric(), does)
 
         def record(amount: Any, *values: str) -> None:
             try:
@@ -109,6 +100,15 @@ class Metrics:
         with suppress(Exception):
             metric()
         return record
+
+    def ended(self, queue: str, task_type: str, outcome: str) -> None:
+        """Count the end of a claim. Prometheus sees no increase in a series that begins with 1, so
+        all outcomes of a queue and type begin with the first."""
+        if (queue, task_type) not in self._begun:
+            self._begun.add((queue, task_type))
+            for each in OUTCOMES:
+                self._outcomes(0, queue, task_type, each)
+        self._outcomes(1, queue, task_type, outcome)
 
     def since_due(self, claim: Claim) -> float:
         """run_at to now: by the server's clock until the claim, by this machine's from there on."""
