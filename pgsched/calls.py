@@ -119,7 +119,7 @@ def dsn_parameters(dsn: str) -> dict[str, Any]:
         raise InvalidArgument("dsn: neither a PostgreSQL URL nor key=value pairs") from None
 
 
-def connect(dsn: str, *, application_name: str) -> Connection:
+def connect(dsn: str, *, application_name: str = "pgsched") -> Connection:
     """An autocommit connection that a transaction-mode pooler may sit behind: no session state."""
     given = dsn_parameters(dsn)
     try:

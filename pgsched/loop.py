@@ -18,7 +18,7 @@ from pgsched.calls import Claim, Connection
 from pgsched.direct import Listener, Presence, backoff
 from pgsched.errors import PgschedError
 from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text, soon
-from pgsched.metrics import Metrics, timed
+from pgsched.metrics import Metrics, Timed
 from pgsched.transactions import Transactions
 from pgsched.worker import Inbox, Worker
 
@@ -408,7 +408,7 @@ class Loop:
         if time.monotonic() >= self._extension.at:
             return ["busy"] * len(batch)
         try:
-            with timed(self._metrics.flush):
+            with Timed(self._metrics.flush):
                 return tell(connection, batch)
         except psycopg.Error as error:
             if connection.closed or _is(error, NOTHING_GOES):
@@ -498,7 +498,7 @@ class Loop:
                 break
             limit = min(BATCH, math.ceil(free * share.weight / weights))
             weights -= share.weight
-            with timed(self._metrics.claim, queue):
+            with Timed(self._metrics.claim, queue):
                 claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
             room -= len(claims)
             share.turn += len(claims) / share.weight

@@ -50,6 +50,19 @@ CLIENT_SECONDS = 5.0
 """How long a client may be silent, and may take to read its answer."""
 
 
+class Timed:
+    """Records how many seconds it takes, however it ends; costs less than a generator would."""
+
+    def __init__(self, record: Record, *labels: str) -> None:
+        self._record, self._labels = record, labels
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._record(time.monotonic() - self._began, *self._labels)
+
+
 class Metrics:
     """The metrics of one worker, in a registry of its own.
 
@@ -115,15 +128,10 @@ class Metrics:
         waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
         return max(0.0, waited) + time.monotonic() - claim.claimed_at
 
-    @contextmanager
-    def handling(self, claim: Claim) -> Iterator[None]:
-        """The handler of the claim runs meanwhile."""
-        begun = time.monotonic()
+    def handling(self, claim: Claim) -> Timed:
+        """The handler of the claim begins now, and runs meanwhile."""
         self.start_delay(self.since_due(claim), claim.queue, claim.task_type)
-        try:
-            yield
-        finally:
-            self.handler(time.monotonic() - begun, claim.queue, claim.task_type)
+        return Timed(self.handler, claim.queue, claim.task_type)
 
     @contextmanager
     def served(self, port: int | None, host: str, unready: Callable[[], str]) -> Iterator[None]:
@@ -154,16 +162,6 @@ class Metrics:
                     hint = "each worker of a machine needs a metrics_port of its own"
                     log.error("no metrics page: port=%d error=%r (%s)", port, str(error), hint)
             yield
-
-
-@contextmanager
-def timed(record: Record, *labels: str) -> Iterator[None]:
-    """Record how many seconds it takes, however it ends."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        record(time.monotonic() - began, *labels)
 
 
 class Database(Collector):
