@@ -25,6 +25,11 @@ from pgsched.errors import InvalidArgument, from_database
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
+Document = dict[str, Any]
+"""A row for observers, as the server writes it in JSON; lengths of time are in seconds."""
+DatabaseStats = tuple[Document, list[Document]]
+"""The row of server_stats, and those of queue_stats."""
+
 CONNECTION: dict[str, Any] = {
     "connect_timeout": 10,
     # A server that fell silent is given up after about ten seconds, not after hours.
@@ -73,23 +78,6 @@ class Claim(Task):
     claimed_at: float = field(default_factory=time.monotonic, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    """One row of queue_stats. Counts stop at 10,000: that figure means 10,000 or more."""
-
-    queue: str
-    paused: bool
-    queued: int
-    due: int
-    processing: int
-    failed: int
-    oldest_due_age: timedelta
-
-
-DatabaseStats = tuple[int, timedelta, list[QueueStats]]
-"""How many workers there are, the age of the oldest snapshot, the queues."""
-
-
 @contextmanager
 def translated() -> Iterator[None]:
     """Raise pgsched's exception in place of a psycopg.Error that carries an SQLSTATE of pgsched."""
@@ -131,7 +119,7 @@ def dsn_parameters(dsn: str) -> dict[str, Any]:
         raise InvalidArgument("dsn: neither a PostgreSQL URL nor key=value pairs") from None
 
 
-def connect(dsn: str, *, application_name: str) -> Connection:
+def connect(dsn: str, *, application_name: str = "pgsched") -> Connection:
     """An autocommit connection that a transaction-mode pooler may sit behind: no session state."""
     given = dsn_parameters(dsn)
     try:
@@ -214,6 +202,7 @@ def enqueue(
         raise InvalidArgument("give run_at or delay, not both")
     if run_at is not None and run_at.utcoffset() is None:
         raise InvalidArgument("run_at has no time zone: give an aware datetime")
+    text = to_json({} if payload is None else payload)
     # Whatever cursors and rows the caller's connection makes.
     with translated(), psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
         [(task_id,)] = cursor.execute(
@@ -226,19 +215,11 @@ def enqueue(
                      p_unique_key => %s, p_concurrency_key => %s)
             """,
             (
-                task_type,
-                to_json({} if payload is None else payload),
-                queue,
-                run_at,
-                delay,
-                priority,
-                max_attempts,
-                unique_key,
-                concurrency_key,
+                *(task_type, text, queue, run_at, delay),
+                *(priority, max_attempts, unique_key, concurrency_key),
             ),
         )
-    assert isinstance(task_id, int)
-    return task_id
+    return int(task_id)
 
 
 def claim_task(
@@ -366,8 +347,7 @@ def reap_stale(conn: Connection, limit: int) -> list[tuple[int, str]]:
 def prune_finished(conn: Connection, limit: int) -> int:
     """How many finished tasks were deleted since their queues keep them no longer."""
     [(deleted,)] = conn.execute("select pgsched.prune_finished(p_limit => %s::integer)", (limit,))
-    assert isinstance(deleted, int)
-    return deleted
+    return int(deleted)
 
 
 def register_worker(
@@ -377,13 +357,11 @@ def register_worker(
     [(worker_id,)] = conn.execute(
         """
         select pgsched.register_worker(
-                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer,
-                 p_presence => %s)
+                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer, p_presence => %s)
         """,
         (name, list(queues), slots, presence),
     )
-    assert isinstance(worker_id, int)
-    return worker_id
+    return int(worker_id)
 
 
 def hold_presence(conn: Connection, worker_id: int) -> None:
@@ -400,10 +378,7 @@ def unregister_worker(conn: Connection, worker_id: int) -> None:
 def register_listener(conn: Connection, worker_id: int, queues: Sequence[str]) -> None:
     """The worker listens for these queues now."""
     conn.execute(
-        """
-        select pgsched.register_listener(
-                 p_worker_id => %s::bigint, p_queues => %s::text[])
-        """,
+        "select pgsched.register_listener(p_worker_id => %s::bigint, p_queues => %s::text[])",
         (worker_id, list(queues)),
     )
 
@@ -421,38 +396,32 @@ def is_pooled(conn: Connection) -> bool:
     return bool(pid != conn.info.backend_pid)
 
 
-def queue_stats(conn: Connection) -> list[QueueStats]:
-    """One row for each queue that has settings, live tasks or dead letters."""
+def queue_stats(conn: Connection) -> list[Document]:
+    """One for each queue that has settings, live tasks or dead letters. Counts stop at 10,000."""
     rows = conn.execute(
-        """
-        select s.queue, s.paused, s.queued, s.due, s.processing, s.failed,
-               date_part('epoch', s.oldest_due_age)
-          from pgsched.queue_stats() as s
-        """
+        "select to_json(s), date_part('epoch', s.oldest_due_age) from pgsched.queue_stats() as s"
     )
-    return [QueueStats(*(*figures, timedelta(seconds=age))) for *figures, age in rows]
+    return [queue | {"oldest_due_age": age} for queue, age in rows]
 
 
 def database_stats(conn: Connection) -> DatabaseStats:
-    """By one statement, which is given up after 3 seconds."""
-    with conn.transaction():
-        conn.execute("select set_config('statement_timeout', '3s', true)")
-        rows = conn.execute(
-            """
-            select v.workers, date_part('epoch', v.oldest_snapshot_age),
-                   s.queue, s.paused, s.queued, s.due, s.processing, s.failed,
-                   date_part('epoch', s.oldest_due_age)
-              from pgsched.server_stats() as v
-              left join pgsched.queue_stats() as s on true
-            """
-        ).fetchall()
-    workers, snapshot_age, *_ = rows[0]
-    queues = [
-        QueueStats(*(*figures, timedelta(seconds=age)))
-        for _, _, *figures, age in rows
-        if age is not None  # as when there is no queue
-    ]
-    return workers, timedelta(seconds=snapshot_age), queues
+    """By one statement."""
+    rows = conn.execute(
+        """
+        select to_json(v), date_part('epoch', v.oldest_snapshot_age),
+               to_json(s), date_part('epoch', s.oldest_due_age)
+          from pgsched.server_stats() as v
+          left join pgsched.queue_stats() as s on true
+        """
+    ).fetchall()
+    server, snapshot_age, *_ = rows[0]
+    queues = [queue | {"oldest_due_age": age} for *_, queue, age in rows if queue]
+    return server | {"oldest_snapshot_age": snapshot_age}, queues
+
+
+def limit_statements(conn: Connection) -> None:
+    """Statements of this transaction are given up after 3 seconds."""
+    conn.execute("select set_config('statement_timeout', '3s', true)")
 
 
 def schema_version(conn: Connection) -> str:
@@ -461,7 +430,7 @@ def schema_version(conn: Connection) -> str:
     return str(version)
 
 
-def get_task(conn: Connection, task_id: int) -> tuple[dict[str, Any], str, str | None]:
+def get_task(conn: Connection, task_id: int) -> tuple[Document, str, str | None]:
     """What there is of a task, with times in UTC, and its payload and result as JSON text."""
     [(_, task, payload, result)] = conn.execute(
         """
@@ -481,25 +450,16 @@ def get_task(conn: Connection, task_id: int) -> tuple[dict[str, Any], str, str |
     return task, payload, result
 
 
-def list_workers(conn: Connection) -> list[dict[str, Any]]:
+def list_workers(conn: Connection) -> list[Document]:
     """One for each worker, with times in UTC; ``seen_age`` in seconds."""
     rows = conn.execute(
         "select set_config('timezone', 'UTC', true), to_json(w),"
         " date_part('epoch', clock_timestamp() - w.seen_at) from pgsched.list_workers() as w"
     )
-    return [{**worker, "seen_age": age} for _, worker, age in rows]
+    return [worker | {"seen_age": age} for _, worker, age in rows]
 
 
-def server_stats(conn: Connection) -> dict[str, Any]:
-    """Figures of the whole server; ``oldest_snapshot_age`` in seconds."""
-    [(stats, age)] = conn.execute(
-        "select to_json(s), date_part('epoch', s.oldest_snapshot_age)"
-        " from pgsched.server_stats() as s"
-    )
-    return {**stats, "oldest_snapshot_age": age}
-
-
-def recent_rates(conn: Connection, seconds: int) -> list[dict[str, Any]]:
+def recent_rates(conn: Connection, seconds: int) -> list[Document]:
     """What ended in the last seconds, by queue. Counts stop at 10,000."""
     rows = conn.execute(
         "select to_json(r) from pgsched.recent_rates(p_seconds => %s::integer) as r", (seconds,)
@@ -507,7 +467,7 @@ def recent_rates(conn: Connection, seconds: int) -> list[dict[str, Any]]:
     return [rate for (rate,) in rows]
 
 
-def diagnose(conn: Connection) -> list[dict[str, str | None]]:
+def diagnose(conn: Connection) -> list[Document]:
     """What was found, each with check_name, level, finding and advice."""
     return [found for (found,) in conn.execute("select to_json(d) from pgsched.diagnose() as d")]
 

@@ -84,10 +84,6 @@ def _print(document: Any, lines: Iterable[str], *, failed: bool = False) -> None
         raise SystemExit(1)
 
 
-def _connect(dsn: str) -> calls.Connection:
-    return calls.connect(dsn, application_name="pgsched")
-
-
 @_command("migrate")
 def migrate_command(dsn: str) -> None:
     """Install schema pgsched in a database, or bring it up to date."""
@@ -175,7 +171,7 @@ def enqueue_command(
         wait = None if delay is None else timedelta(seconds=delay)
     except (ValueError, OverflowError) as error:
         raise click.UsageError(f"--delay is out of range: {error}") from error
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         task_id = calls.enqueue(connection, task_type, value, delay=wait, **options)
     _print({"id": task_id}, [str(task_id)])
 
@@ -183,9 +179,9 @@ def enqueue_command(
 @_command("status")
 def status_command(dsn: str) -> None:
     """Show the queues: what waits, runs and failed."""
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         version = calls.schema_version(connection)
-        queues = top.queue_stats(connection)
+        queues = calls.queue_stats(connection)
     head = f"schema {version}, {len(queues)} queue{'' if len(queues) == 1 else 's'}"
     lines = [head, *top.queue_table(queues, WIDE)]
     if not queues:
@@ -200,7 +196,7 @@ def top_command(dsn: str, interval: float) -> None:
 
     Looks once with --json, and where there is no terminal.
     """
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         view = top.look(connection)
     as_json = click.get_current_context().obj
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -213,7 +209,7 @@ def top_command(dsn: str, interval: float) -> None:
 @click.argument("task_id", metavar="ID", type=int)
 def show_command(dsn: str, task_id: int) -> None:
     """Show what is known of a task."""
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         task, payload, result = calls.get_task(connection, task_id)
     lines = []
     for name, value in {**task, "payload": payload, "result": result}.items():
@@ -237,7 +233,7 @@ _SAID = {
 def _each(dsn: str, task_ids: Iterable[int], call: Callable[[calls.Connection, int], str]) -> None:
     """One call for each task; what is refused is said, and the others are done."""
     outcomes: list[dict[str, Any]] = []
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         for task_id in task_ids:
             try:
                 with calls.translated():
@@ -271,7 +267,7 @@ def cancel_command(dsn: str, task_ids: tuple[int, ...]) -> None:
 @click.argument("queue")
 def pause_command(dsn: str, queue: str) -> None:
     """Hand out no more tasks of a queue. What runs goes on, and so does enqueuing."""
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         calls.pause_queue(connection, queue)
     _print({"queue": queue, "paused": True}, [f"Queue {queue} is paused."])
 
@@ -280,7 +276,7 @@ def pause_command(dsn: str, queue: str) -> None:
 @click.argument("queue")
 def resume_command(dsn: str, queue: str) -> None:
     """Hand out the tasks of a paused queue again."""
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         calls.resume_queue(connection, queue)
     _print({"queue": queue, "paused": False}, [f"Queue {queue} is not paused."])
 
@@ -289,7 +285,7 @@ def resume_command(dsn: str, queue: str) -> None:
 def reap_command(dsn: str) -> None:
     """Take back the tasks of workers that are lost, as running workers do every 2 seconds."""
     reaped: list[tuple[int, str]] = []
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         while batch := calls.reap_stale(connection, 1000):
             reaped += batch
     lines = [f"Task {task_id} is {status}." for task_id, status in reaped]
@@ -300,7 +296,7 @@ def reap_command(dsn: str) -> None:
 @_command("maintain")
 def maintain_command(dsn: str) -> None:
     """Do once what has to be done every minute. Running workers do it themselves."""
-    with _connect(dsn) as connection:
+    with calls.connect(dsn) as connection:
         connection.add_notice_handler(
             lambda notice: click.echo(f"Warning: {plain(notice.message_primary or '')}", err=True)
         )

@@ -14,11 +14,16 @@ from pgsched import calls
 from pgsched.calls import Connection
 from pgsched.errors import PgschedError
 
-RETRY_SECONDS = (0.1, 2.0)
-"""Wait before the connection is made again, and, doubling, at most before each further time. Less
-than the 5 seconds for which reap_stale waits for a presence to come back."""
+RETRY_SECONDS = 2.0
+"""At most before the connection is made again. Less than the 5 seconds for which reap_stale waits
+for a presence to come back."""
 
 log = logging.getLogger("pgsched")
+
+
+def backoff(failures: int, longest: float) -> float:
+    """How long [s] to wait after so many failures before: 0.1 s, doubling, at most so long."""
+    return min(0.1 * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1.0)
 
 
 class Direct:
@@ -67,17 +72,13 @@ class Direct:
                     self._attend()
                     return
                 except psycopg.errors.InsufficientPrivilege as error:
-                    log.warning(
-                        "no %s, %s: error=%r", self.purpose, self.instead, str(error).strip()
-                    )
+                    text = str(error).strip()
+                    log.warning("no %s, %s: error=%r", self.purpose, self.instead, text)
                     self._lost()
                     return
                 except (psycopg.Error, PgschedError, OSError) as error:
-                    first, longest = RETRY_SECONDS
-                    wait = min(first * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1)
-                    log.info(
-                        "no %s: error=%r retry_in=%.1fs", self.purpose, str(error).strip(), wait
-                    )
+                    text, wait = str(error).strip(), backoff(failures, RETRY_SECONDS)
+                    log.info("no %s: error=%r retry_in=%.1fs", self.purpose, text, wait)
                 if self.active or not failures:
                     self._lost()
                 failures = 0 if self.active else failures + 1

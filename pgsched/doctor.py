@@ -6,22 +6,20 @@ from importlib.metadata import version
 import psycopg
 
 from pgsched import calls
-from pgsched.calls import Connection
+from pgsched.calls import Connection, Document
 from pgsched.migrate import MIGRATIONS
 from pgsched.text import explained
-
-Finding = dict[str, str | None]
 
 OLDEST, NEWEST = 14, 18
 """PostgreSQL's major versions that pgsched is tested with."""
 
 
-def _found(check_name: str, level: str, finding: str, advice: str | None = None) -> Finding:
+def _found(check_name: str, level: str, finding: str, advice: str | None = None) -> Document:
     """As diagnose() has them."""
     return {"check_name": check_name, "level": level, "finding": finding, "advice": advice}
 
 
-def examine(dsn: str) -> Iterator[Finding]:
+def examine(dsn: str) -> Iterator[Document]:
     """All that can be found out; what prevents more is a finding, too."""
     libpq = _spelled(psycopg.pq.version())
     parts = f"pgsched {version('pgsched')}, psycopg {psycopg.__version__}, libpq {libpq}."
@@ -38,7 +36,7 @@ def _spelled(number: int) -> str:
     return f"{number // 10_000}.{number % 10_000}"
 
 
-def _server(connection: Connection) -> Iterator[Finding]:
+def _server(connection: Connection) -> Iterator[Document]:
     info = connection.info
     where = f"{info.dbname}, as {info.user}, on PostgreSQL {_spelled(info.server_version)}."
     major = info.server_version // 10_000
@@ -50,7 +48,7 @@ def _server(connection: Connection) -> Iterator[Finding]:
         yield _found("pooler", "note", "A pooler in transaction mode is in between.", advice)
 
 
-def _schema(connection: Connection) -> Iterator[Finding]:
+def _schema(connection: Connection) -> Iterator[Document]:
     role, usage, missing = calls.missing_rights(connection)
     if usage is None:
         yield _found("schema", "error", "There is no schema pgsched.", "Run pgsched migrate.")

@@ -15,10 +15,10 @@ import psycopg
 
 from pgsched import calls
 from pgsched.calls import Claim, Connection
-from pgsched.direct import Listener, Presence
+from pgsched.direct import Listener, Presence, backoff
 from pgsched.errors import PgschedError
 from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text, soon
-from pgsched.metrics import Metrics
+from pgsched.metrics import Metrics, Timed
 from pgsched.transactions import Transactions
 from pgsched.worker import Inbox, Worker
 
@@ -43,8 +43,8 @@ TIMEOUT_SECONDS = 0.2
 """How often timeouts are looked at."""
 IDLE_SECONDS, BUSY_SECONDS = 1.0, 5.0
 """After so long idle, the worker says that it listens; after so long busy, that it does not."""
-RETRY_SECONDS = (0.1, 5.0)
-"""Wait before what failed is tried again, and, doubling, at most before each further time."""
+RETRY_SECONDS = 5.0
+"""At most before what failed is tried again; less where leases are short."""
 LOCKED_SECONDS = 0.05
 """Wait before an outcome whose row another transaction had locked is reported again."""
 REFUSED_SECONDS = 1.0
@@ -111,6 +111,7 @@ class Loop:
         self._settings = settings
         self._name = name
         self._lease = timedelta(seconds=settings.lease)
+        self._longest_wait = min(RETRY_SECONDS, settings.lease / 6)
         self._handlers = handlers
         self._metrics = metrics
         self._inbox = inbox
@@ -133,6 +134,7 @@ class Loop:
         self._rate = 0.0
         self._ended, self._measured_at = 0, now
         self._in_touch_at = -math.inf
+        self._direct_dsn = settings.dsn if settings.listen_dsn is None else settings.listen_dsn
         self._listener: Listener | None = None
         self._announced: bool | None = None
         self._presence: Presence | None = None
@@ -195,7 +197,7 @@ class Loop:
                 self._executor.close()
                 raise
             except Exception as error:
-                wait = self._backoff(failures)
+                wait = backoff(failures, self._longest_wait)
                 failures, self._in_touch_at = failures + 1, -math.inf
                 log.warning(
                     "database: error=%r retry_in=%.1fs",
@@ -212,10 +214,8 @@ class Loop:
             elif self._drain and not self._held and self._all_empty():
                 self._stopping, wait = True, 0.0
         if self._held:
-            log.warning(
-                "left to their leases: tasks=%s",
-                ",".join(str(claim.id) for claim in self._held.values()),
-            )
+            ids = ",".join(str(claim.id) for claim in self._held.values())
+            log.warning("left to their leases: tasks=%s", ids)
         if connection is not None:
             self._sign_off(connection)
         for direct in (self._listener, self._presence):
@@ -223,11 +223,6 @@ class Loop:
                 direct.close()
         self._executor.close()
         log.info("stopped: worker=%s", self._name)
-
-    def _backoff(self, failures: int) -> float:
-        first, longest = RETRY_SECONDS
-        longest = min(longest, self._settings.lease / 6)
-        return min(first * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1.0)
 
     def _connect(self) -> Connection:
         connection = calls.connect(self._settings.dsn, application_name=f"pgsched {self._name}")
@@ -245,11 +240,6 @@ class Loop:
             )
         return connection
 
-    @property
-    def _direct_dsn(self) -> str:
-        dsn = self._settings.listen_dsn
-        return self._settings.dsn if dsn is None else dsn
-
     def _turn(self, connection: Connection) -> float:
         """Everything that is due; returns how long [s] nothing else will be.
 
@@ -265,7 +255,7 @@ class Loop:
             except psycopg.Error as error:
                 if connection.closed or _is(error, USELESS):
                     raise
-                wait = self._backoff(step.failures)
+                wait = backoff(step.failures, self._longest_wait)
                 step.at = time.monotonic() + wait
                 step.failures += 1
                 name = step.act.__name__.strip("_")
@@ -362,12 +352,9 @@ class Loop:
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
+        queues, slots = list(self._shares), self._settings.concurrency
         worker_id = calls.register_worker(
-            connection,
-            self._name,
-            list(self._shares),
-            self._settings.concurrency,
-            bool(self._present),
+            connection, self._name, queues, slots, bool(self._present)
         )
         if worker_id != self._worker_id:  # of who was not seen for a day, the row is gone
             if self._presence is not None:
@@ -416,7 +403,7 @@ class Loop:
         if time.monotonic() >= self._extension.at:
             return ["busy"] * len(batch)
         try:
-            with self._metrics.flush():
+            with Timed(self._metrics.flush):
                 return tell(connection, batch)
         except psycopg.Error as error:
             if connection.closed or _is(error, NOTHING_GOES):
@@ -506,7 +493,7 @@ class Loop:
                 break
             limit = min(BATCH, math.ceil(free * share.weight / weights))
             weights -= share.weight
-            with self._metrics.claim(queue):
+            with Timed(self._metrics.claim, queue):
                 claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
             room -= len(claims)
             share.turn += len(claims) / share.weight
@@ -543,7 +530,7 @@ class Loop:
                 share.empty, share.poll_at = False, time.monotonic()
             self._claiming.at = time.monotonic()
         task_type = claim.task_type if claim.task_type in self._handlers else ""
-        self._metrics.outcomes(1, claim.queue, task_type, how)
+        self._metrics.ended(claim.queue, task_type, how)
         log.log(
             logging.ERROR if how == "failed" else logging.DEBUG,
             "ended: task=%d task_type=%s attempt=%d outcome=%s",

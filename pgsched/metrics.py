@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from datetime import timedelta
 from functools import cache, lru_cache, partial
 from threading import Lock, Thread
 from typing import Any
+from weakref import WeakSet
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
@@ -19,7 +21,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from pgsched import calls
-from pgsched.calls import Claim, QueueStats
+from pgsched.calls import Claim, DatabaseStats, Document
 from pgsched.handlers import error_text
 from pgsched.worker import fulfil
 
@@ -35,9 +37,6 @@ CALL_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 OUTCOMES = ("completed", "retried", "failed", "cancelled", "released", "lost")
 REAPED = ("queued", "failed", "cancelled")
 
-Labels = dict[str, tuple[str, ...]]
-"""Names of labels. One of the last label's values, if they are told here, brings all others along:
-Prometheus sees no increase in a series that begins with 1."""
 Record = Callable[..., None]
 """Takes an amount, then the values of the labels. Never raises."""
 
@@ -53,6 +52,19 @@ CLIENT_SECONDS = 5.0
 """How long a client may be silent, and may take to read its answer."""
 
 
+class Timed:
+    """Records how many seconds it takes, however it ends; costs less than a generator would."""
+
+    def __init__(self, record: Record, *labels: str) -> None:
+        self._record, self._labels = record, labels
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._record(time.monotonic() - self._began, *self._labels)
+
+
 class Metrics:
     """The metrics of one worker, in a registry of its own.
 
@@ -64,40 +76,34 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._lease = timedelta(seconds=lease)
         self._tell_once = lru_cache(log.error)
-        none, queue = Labels(), Labels(queue=())
-        task = Labels(queue=(), task_type=())
-        of_task = partial(self._new, Histogram, task, buckets=TASK_BUCKETS)
-        of_call = partial(self._new, Histogram, buckets=CALL_BUCKETS)
-        claims = of_call(queue, "claim_duration_seconds", "Claims of a batch of tasks.")
-        flushes = of_call(none, "flush_duration_seconds", "Reports of a batch of outcomes.")
-        self.claim, self.flush = partial(timed, claims), partial(timed, flushes)
+        self._begun: set[tuple[str, str]] = set()
+        of_task = partial(self._new, Histogram, ["queue", "task_type"], buckets=TASK_BUCKETS)
         self.latency = of_task("scheduling_latency_seconds", "run_at to accepted completion.")
         self.start_delay = of_task("start_delay_seconds", "run_at to the begin of the handler.")
         self.handler = of_task("handler_duration_seconds", "Handlers, however they ended.")
-        gauge, counter = partial(self._new, Gauge), partial(self._new, Counter)
-        self.slots = gauge(none, "worker_slots", "Tasks this worker runs at once.")
-        self.busy = gauge(none, "worker_slots_busy", "Tasks this worker runs now.")
-        self.prefetched = gauge(none, "worker_prefetched", "Claims whose handler has not begun.")
-        self.contention = counter(queue, "lock_contention_total", "Due tasks that others held.")
-        self.outcomes = counter(
-            task | {"outcome": OUTCOMES}, "task_outcomes_total", "Ended claims."
-        )
-        self.reaped = counter({"status": REAPED}, "reaped_total", "Tasks taken from lost workers.")
-        self.reaped(0, "queued")
-        self.reconnects = counter(none, "reconnects_total", "Connections that were lost.")
+        of_call = partial(self._new, Histogram, buckets=CALL_BUCKETS)
+        self.claim = of_call(["queue"], "claim_duration_seconds", "Claims of a batch of tasks.")
+        self.flush = of_call([], "flush_duration_seconds", "Reports of a batch of outcomes.")
+        gauge, counter = partial(self._new, Gauge, []), partial(self._new, Counter)
+        self.slots = gauge("worker_slots", "Tasks this worker runs at once.")
+        self.busy = gauge("worker_slots_busy", "Tasks this worker runs now.")
+        self.prefetched = gauge("worker_prefetched", "Claims whose handler has not begun.")
+        self.contention = counter(["queue"], "lock_contention_total", "Due tasks that others held.")
+        ends = ["queue", "task_type", "outcome"]
+        self._outcomes = counter(ends, "task_outcomes_total", "Ended claims.")
+        self.reaped = counter(["status"], "reaped_total", "Tasks taken from lost workers.")
+        for status in REAPED:
+            self.reaped(0, status)
+        self.reconnects = counter([], "reconnects_total", "Connections that were lost.")
 
-    def _new(self, kind: Any, labels: Labels, name: str, text: str, **options: Any) -> Record:
+    def _new(self, kind: Any, labels: list[str], name: str, text: str, **options: Any) -> Record:
         options["registry"] = self.registry
         metric = cache(partial(kind, f"pgsched_{name}", text, labels, **options))
         does = {Histogram: "observe", Counter: "inc", Gauge: "set_function"}[kind]
 
         @cache
         def child(*values: str) -> Any:
-            if not values:
-                return getattr(metric(), does)
-            for last in (*labels.values(),)[-1]:
-                metric().labels(*values[:-1], last)
-            return getattr(metric().labels(*values), does)
+            return getattr(metric().labels(*values) if values else metric(), does)
 
         def record(amount: Any, *values: str) -> None:
             try:
@@ -110,20 +116,24 @@ class Metrics:
             metric()
         return record
 
+    def ended(self, queue: str, task_type: str, outcome: str) -> None:
+        """Count the end of a claim. Prometheus sees no increase in a series that begins with 1, so
+        all outcomes of a queue and type begin with the first."""
+        if (queue, task_type) not in self._begun:
+            self._begun.add((queue, task_type))
+            for each in OUTCOMES:
+                self._outcomes(0, queue, task_type, each)
+        self._outcomes(1, queue, task_type, outcome)
+
     def since_due(self, claim: Claim) -> float:
         """run_at to now: by the server's clock until the claim, by this machine's from there on."""
         waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
         return max(0.0, waited) + time.monotonic() - claim.claimed_at
 
-    @contextmanager
-    def handling(self, claim: Claim) -> Iterator[None]:
-        """The handler of the claim runs meanwhile."""
-        begun = time.monotonic()
+    def handling(self, claim: Claim) -> Timed:
+        """The handler of the claim begins now, and runs meanwhile."""
         self.start_delay(self.since_due(claim), claim.queue, claim.task_type)
-        try:
-            yield
-        finally:
-            self.handler(time.monotonic() - begun, claim.queue, claim.task_type)
+        return Timed(self.handler, claim.queue, claim.task_type)
 
     @contextmanager
     def served(self, port: int | None, host: str, unready: Callable[[], str]) -> Iterator[None]:
@@ -156,16 +166,6 @@ class Metrics:
             yield
 
 
-@contextmanager
-def timed(record: Record, *labels: str) -> Iterator[None]:
-    """Record how many seconds it takes, however it ends."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        record(time.monotonic() - began, *labels)
-
-
 class Database(Collector):
     """Figures of all queues, asked for when they are scraped: one question at a time, in a thread
     of its own, since nothing bounds how long a connection takes to be made."""
@@ -173,7 +173,7 @@ class Database(Collector):
     def __init__(self, dsn: str, name: str) -> None:
         self._dsn, self._name = dsn, name
         self._lock = Lock()
-        self._answer: Future[calls.DatabaseStats] | None = None
+        self._answer: Future[DatabaseStats] | None = None
         self._asked_at = -math.inf
 
     def collect(self) -> list[GaugeMetricFamily]:
@@ -183,7 +183,7 @@ class Database(Collector):
             log.warning("no figures of the database: error=%r", error_text(error))
             return _families(None)
 
-    def _latest(self) -> Future[calls.DatabaseStats]:
+    def _latest(self) -> Future[DatabaseStats]:
         with self._lock:
             now, answer = time.monotonic(), self._answer
             if answer is None or (answer.done() and now >= self._asked_at + FRESH_SECONDS):
@@ -194,69 +194,84 @@ class Database(Collector):
                 self._answer, self._asked_at = answer, now
             return answer
 
-    def _ask(self) -> calls.DatabaseStats:
+    def _ask(self) -> DatabaseStats:
         name = f"pgsched {self._name} metrics"
-        with calls.translated(), calls.connect(self._dsn, application_name=name) as connection:
+        with (
+            calls.translated(),
+            calls.connect(self._dsn, application_name=name) as connection,
+            connection.transaction(),
+        ):
+            calls.limit_statements(connection)
             return calls.database_stats(connection)
 
 
-def _families(stats: calls.DatabaseStats | None) -> list[GaugeMetricFamily]:
+def _families(answer: DatabaseStats | None) -> list[GaugeMetricFamily]:
     families = []
 
     def gauge(name: str, text: str, *labels: str) -> Callable[[Sequence[str], float], None]:
         families.append(GaugeMetricFamily(f"pgsched_{name}", text, labels=labels))
         return families[-1].add_metric
 
-    gauge("database_up", "1: the database answered this scrape.")((), stats is not None)
-    if stats is not None:
-        workers, snapshot_age, queues = stats
-        gauge("workers", "Workers seen within 2 minutes.")((), workers)
+    gauge("database_up", "1: the database answered this scrape.")((), answer is not None)
+    if answer is not None:
+        server, queues = answer
+        gauge("workers", "Workers seen within 2 minutes.")((), server["workers"])
         gauge("oldest_snapshot_age_seconds", "Age of the oldest snapshot that holds back vacuum.")(
-            (), snapshot_age.total_seconds()
+            (), server["oldest_snapshot_age"]
         )
         tasks = gauge("queue_tasks", "Tasks by status, up to 10000.", "queue", "status")
         due = gauge("queue_due", "Tasks due now, up to 10000.", "queue")
         age = gauge("queue_oldest_due_age_seconds", "0: none is due.", "queue")
         paused = gauge("queue_paused", "1: paused.", "queue")
         for each in _bounded(queues):
+            name = each["queue"]
             for status in ("queued", "processing", "failed"):
-                tasks((each.queue, status), getattr(each, status))
-            due((each.queue,), each.due)
-            age((each.queue,), each.oldest_due_age.total_seconds())
-            paused((each.queue,), each.paused)
+                tasks((name, status), each[status])
+            due((name,), each["due"])
+            age((name,), each["oldest_due_age"])
+            paused((name,), each["paused"])
     return families
 
 
-def _bounded(queues: list[QueueStats]) -> list[QueueStats]:
+def _bounded(queues: list[Document]) -> list[Document]:
     """Those with the most due tasks, and the rest as one without a name."""
-    queues = sorted(queues, key=lambda each: (-each.due, each.queue))
-    if not (rest := queues[QUEUES:]):
-        return queues
-    names = ("queued", "due", "processing", "failed")
-    counts = (sum(getattr(each, name) for each in rest) for name in names)
-    paused = any(each.paused for each in rest)
-    age = max(each.oldest_due_age for each in rest)
-    return [*queues[:QUEUES], QueueStats(*("", paused, *counts, age))]
+    queues = sorted(queues, key=lambda each: (-each["due"], each["queue"]))
+    queues, rest = queues[:QUEUES], queues[QUEUES:]
+    if rest:
+        one: Document = {"queue": ""}
+        for name in ("queued", "due", "processing", "failed"):
+            one[name] = sum(each[name] for each in rest)
+        for name in ("paused", "oldest_due_age"):
+            one[name] = max(each[name] for each in rest)
+        queues.append(one)
+    return queues
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread for each request; clients beyond so many are sent away."""
+    """A thread for each request; where there are more, the client that has been there for longest
+    has to go. A forked child does not listen, which would keep the port from the next worker."""
 
     request_queue_size = CLIENTS
 
     def __init__(self, host: str, port: int, page: Callable[..., Any]) -> None:
-        self._clients: set[Any] = set()
+        self._clients: dict[Any, None] = {}
         found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self.address_family, *_, address = found[0]
         super().__init__(address, _Request)
         self.set_app(page)
+        _servers.add(self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        self._clients.add(request)
-        return len(self._clients) <= CLIENTS
+        self._clients[request] = None
+        if len(self._clients) > CLIENTS:
+            with suppress(OSError, RuntimeError):  # some may just be going
+                oldest = next(iter(self._clients))
+                self._clients.pop(oldest, None)
+                oldest.shutdown(socket.SHUT_RDWR)
+        return True
 
     def shutdown_request(self, request: Any) -> None:
-        self._clients.discard(request)
+        self._clients.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -268,3 +283,14 @@ class _Request(WSGIRequestHandler):
 
     def log_message(self, text: str, *values: Any) -> None:
         log.debug("metrics page: %s", text % values)
+
+
+_servers: WeakSet[_Server] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for server in _servers:
+        server.socket.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -7,42 +7,34 @@ import sys
 import termios
 import time
 import tty
-from dataclasses import asdict
 from operator import itemgetter
 from threading import Thread
-from typing import Any
 
 import psycopg
 
 from pgsched import calls
+from pgsched.calls import Connection, Document
 from pgsched.errors import PgschedError
 from pgsched.text import age, count, explained, fit, plain, table
 
 RATE_SECONDS = 10
 """Rates are averages over this time: a short one, since no more than 10,000 are counted."""
 
-Document = dict[str, Any]
-
 _EMPTY = {"paused": False, "queued": 0, "due": 0, "processing": 0, "failed": 0, "oldest_due_age": 0}
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
-def queue_stats(connection: calls.Connection) -> list[Document]:
-    """The figures of each queue, as JSON has them."""
-    rows = calls.queue_stats(connection)
-    return [asdict(row) | {"oldest_due_age": row.oldest_due_age.total_seconds()} for row in rows]
-
-
-def look(connection: calls.Connection) -> Document:
+def look(connection: Connection) -> Document:
     """All that is shown. A queue that works off all that comes has nothing but what ended."""
     ended = {row.pop("queue"): row for row in calls.recent_rates(connection, RATE_SECONDS)}
     queues = {name: {"queue": name} | _EMPTY for name in ended}
-    queues |= {row["queue"]: row for row in queue_stats(connection)}
+    server, rows = calls.database_stats(connection)
+    queues |= {row["queue"]: row for row in rows}
     for name, row in queues.items():
         row["ended"] = ended.get(name, {"completed": 0, "failed": 0, "cancelled": 0})
     return {
         "schema": calls.schema_version(connection),
-        "server": calls.server_stats(connection),
+        "server": server,
         "queues": sorted(queues.values(), key=lambda row: (-row["due"], row["queue"])),
         "workers": calls.list_workers(connection),
     }

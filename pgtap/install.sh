@@ -7,6 +7,7 @@ target=$1
 mkdir -p "$target"
 target=$(cd "$target" && pwd)
 log=$target/install.log
+. "$(dirname "$0")/../tests/apt_lists.sh"
 
 fail() {
   echo "pgTAP: $1" >&2
@@ -19,20 +20,6 @@ quietly() {
 
 has_tap() {
   perl -MTAP::Harness -e 1 2> /dev/null
-}
-
-# Fresh package lists: the system's for root, else lists of our own.
-update_lists() {
-  if [ "$(id -u)" != 0 ]; then
-    mkdir -p "$target/apt/lists/partial" "$target/apt/cache/archives/partial"
-    cat > "$target/apt/apt.conf" <<- CONF
-	Dir::State "$target/apt";
-	Dir::State::status "/var/lib/dpkg/status";
-	Dir::Cache "$target/apt/cache";
-	CONF
-    export APT_CONFIG="$target/apt/apt.conf"
-  fi
-  quietly apt-get update
 }
 
 # The newest of those that the package lists know, one for each major version of PostgreSQL.

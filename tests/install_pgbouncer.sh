@@ -8,24 +8,11 @@ mkdir -p "$target"
 target=$(cd "$target" && pwd)
 packages=$target/packages
 log=$target/install.log
+. "$(dirname "$0")/apt_lists.sh"
 
 fail() {
   echo "PgBouncer: $1" >&2
   exit 1
-}
-
-# Fresh package lists: the system's for root, else lists of our own.
-update_lists() {
-  if [ "$(id -u)" != 0 ]; then
-    mkdir -p "$target/apt/lists/partial" "$target/apt/cache/archives/partial"
-    cat > "$target/apt/apt.conf" <<- CONF
-	Dir::State "$target/apt";
-	Dir::State::status "/var/lib/dpkg/status";
-	Dir::Cache "$target/apt/cache";
-	CONF
-    export APT_CONFIG="$target/apt/apt.conf"
-  fi
-  apt-get update > "$log" 2>&1
 }
 
 unpack() {

@@ -514,13 +514,14 @@ def test_statistics_have_a_row_for_each_queue_in_use(session: psycopg.Connection
     [claimed] = claim(session, queue="b")
     session.execute("insert into pgsched.queues (name, paused) values ('c', true)")
     a, b, c = calls.queue_stats(session)
-    assert (a.queue, a.paused, a.queued, a.due, a.processing, a.failed) == ("a", False, 2, 1, 0, 0)
-    assert timedelta(0) < a.oldest_due_age < timedelta(minutes=1)
-    assert (b.queue, b.paused, b.queued, b.due, b.processing, b.failed) == ("b", False, 0, 0, 1, 0)
-    assert b.oldest_due_age == timedelta(0)
-    assert (c.queue, c.paused, c.queued) == ("c", True, 0)
+    assert 0 < a["oldest_due_age"] < 60
+    a["oldest_due_age"] = 0
+    numbers = {"queued": 0, "due": 0, "processing": 0, "failed": 0, "oldest_due_age": 0}
+    assert a == {**numbers, "queue": "a", "paused": False, "queued": 2, "due": 1}
+    assert b == {**numbers, "queue": "b", "paused": False, "processing": 1}
+    assert c == {**numbers, "queue": "c", "paused": True}
     calls.fail_tasks(session, [claimed], ["error"], [None], [True])
-    assert [stats.failed for stats in calls.queue_stats(session)] == [0, 1, 0]
+    assert [queue["failed"] for queue in calls.queue_stats(session)] == [0, 1, 0]
 
 
 def test_the_schemas_version_is_a_number_of_four_digits(session: psycopg.Connection) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields
-from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +18,12 @@ import click
 import psycopg
 import pytest
 import sql_examples
+from prometheus_client.core import GaugeMetricFamily
 from psycopg.conninfo import conninfo_to_dict
 from workers import PATIENCE, wait_until
 
 import pgsched
-from pgsched import doctor, metrics
-from pgsched.calls import QueueStats
+from pgsched import calls, doctor, metrics
 from pgsched.cli import main
 from pgsched.embedded import Server
 from pgsched.errors import from_database
@@ -319,14 +318,19 @@ def shows_default(option: click.Option) -> bool:
     return isinstance(option.default, str | int) and bool(option.default)
 
 
-def test_every_metric_is_documented_and_the_reverse() -> None:
+def of_a_queue(conn: psycopg.Connection) -> list[GaugeMetricFamily]:
+    """The metrics of a database with one queue."""
+    conn.execute("select pgsched.configure_queue('queue')")
+    return metrics._families(calls.database_stats(conn))
+
+
+def test_every_metric_is_documented_and_the_reverse(conn: psycopg.Connection) -> None:
     documented = {
         (row["Metric"].strip("`"), row["Type"], *code(row["Labels"]))
         for row in table(prose(METRICS), "Metric")
     }
-    stats = QueueStats("", False, 0, 0, 0, 0, timedelta())
     own = cast("Any", metrics.Metrics(1).registry)._collector_to_names
-    of_database = metrics._families((0, timedelta(), [stats]))
+    of_database = of_a_queue(conn)
     there = set()
     for metric, labels in [
         *((metric, each._labelnames) for each in own for metric in each.describe()),
@@ -337,15 +341,10 @@ def test_every_metric_is_documented_and_the_reverse() -> None:
     assert documented == there
 
 
-def test_every_value_of_a_label_is_documented_and_the_reverse() -> None:
+def test_every_value_of_a_label_is_documented_and_the_reverse(conn: psycopg.Connection) -> None:
     rows = table(section(METRICS, "Labels"), "Label")
     documented = {(*code(row["Label"]),): set(code(row["Values"])) for row in rows}
-    stats = QueueStats("", False, 0, 0, 0, 0, timedelta())
-    [tasks] = (
-        metric
-        for metric in metrics._families((0, timedelta(), [stats]))
-        if metric.name == "pgsched_queue_tasks"
-    )
+    [tasks] = (each for each in of_a_queue(conn) if each.name == "pgsched_queue_tasks")
     assert documented == {
         ("queue",): set(),
         ("task_type",): set(),

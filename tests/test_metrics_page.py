@@ -1,6 +1,7 @@
 """The pages for Prometheus and Kubernetes: when they are there, and who may not spoil them."""
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -23,7 +24,7 @@ from workers import (
     wait_until,
 )
 
-from pgsched import enqueue, loop, metrics
+from pgsched import Task, enqueue, loop, metrics
 from pgsched.embedded import Server
 
 Connect = Callable[..., psycopg.Connection]
@@ -240,13 +241,40 @@ def test_idle_clients_take_no_more_than_so_many_threads(
         wait_for(conn, enqueue(conn, "noop"), "completed")
         for _ in range(2 * metrics.CLIENTS):
             clients.enter_context(client(port))
-        wait_until(lambda: served() >= metrics.CLIENTS)
-        assert served() == metrics.CLIENTS
+        wait_until(lambda: served() == metrics.CLIENTS)
+        assert get(port, "/healthz") == (200, "ok\n")
         for _ in range(20):
             enqueue(conn, "noop")
         wait_until(lambda: count(conn, "completed") == 21)
         clients.close()
         wait_until(lambda: answers(port))
+
+
+def test_a_child_of_a_handler_does_not_keep_the_port(
+    dsn: str, conn: psycopg.Connection, port: int
+) -> None:
+    worker = quick(dsn, metrics_port=port)
+    alone, go = os.pipe()
+
+    @worker.task("fork")
+    def fork(task: Task) -> int:
+        if child := os.fork():
+            return child
+        os.close(go)
+        os.read(alone, 1)
+        os._exit(0)
+
+    with running(worker):
+        wait_until(lambda: answers(port))
+        child = wait_for(conn, enqueue(conn, "fork"), "completed").result
+    try:
+        assert not answers(port)
+        with socket.create_server(("0.0.0.0", port)):
+            pass
+    finally:
+        os.close(go)
+        os.waitpid(child, 0)
+        os.close(alone)
 
 
 def test_an_error_behind_the_page_ends_nothing(

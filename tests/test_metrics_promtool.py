@@ -2,12 +2,12 @@
 
 import json
 import re
-import subprocess
 from datetime import timedelta
 from pathlib import Path
 
 import psycopg
 import pytest
+from promtool import promtool
 from scraping import free_port, get, scrape
 from workers import CANCEL, WorkerProcess, count, wait_for, wait_until
 
@@ -16,7 +16,6 @@ from pgsched import enqueue
 pytestmark = pytest.mark.promtool
 
 ROOT = Path(__file__).parent.parent
-PROMTOOL = ROOT / ".venv" / "promtool" / "promtool"
 
 APP = """
 import asyncio, pathlib, time
@@ -51,15 +50,6 @@ def fail(task):
 def snooze(task):
     raise Snooze(later)
 """
-
-
-def promtool(*arguments: str | Path, text: str = "") -> None:
-    """Fail when it complains."""
-    assert PROMTOOL.exists(), "no promtool: make test-metrics fetches one"
-    done = subprocess.run(
-        [PROMTOOL, *arguments], input=text, text=True, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 def test_it_has_no_complaint_about_a_worker_that_has_seen_everything(

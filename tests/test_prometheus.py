@@ -4,17 +4,16 @@ against the code, and against Prometheus' own promtool."""
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from promtool import promtool
 from test_docs import METRICS, ROOT, anchors, code, fenced, headings, prose, read, section, table
 
 from pgsched.cli import main
 
-PROMTOOL = ROOT / ".venv" / "promtool" / "promtool"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 PROMETHEUS = ROOT / "docs" / "prometheus"
 DASHBOARD = json.loads(read(ROOT / "docs" / "grafana" / "pgsched.json"))
@@ -209,24 +208,17 @@ def test_the_dashboard_goes_by_its_variables() -> None:
             assert ("queue" in selector) == ('queue=~"$queue"' in selector)
 
 
-def promtool(*arguments: str, cwd: Path = PROMETHEUS) -> str:
-    assert PROMTOOL.exists(), "no promtool: make test-metrics fetches one"
-    done = subprocess.run(
-        [PROMTOOL, *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.promtool
 def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
-    assert f"SUCCESS: {len(ALERTS)} rules found" in promtool("check", "rules", "alerts.yml")
+    assert f"SUCCESS: {len(ALERTS)} rules found" in promtool(
+        "check", "rules", PROMETHEUS / "alerts.yml"
+    )
 
 
 @pytest.mark.promtool
 @pytest.mark.parametrize("path", sorted(PROMETHEUS.glob("*_test.yml")), ids=lambda path: path.stem)
 def test_alerts_fire_when_they_should_and_else_not(path: Path) -> None:
-    assert "SUCCESS" in promtool("test", "rules", path.name)
+    assert "SUCCESS" in promtool("test", "rules", path)
 
 
 @pytest.mark.promtool
@@ -234,9 +226,7 @@ def test_prometheus_takes_the_configuration_of_the_runbook(tmp_path: Path) -> No
     [configuration] = fenced(RUNBOOK, "yaml")
     (tmp_path / "prometheus.yml").write_text(configuration)
     shutil.copy(PROMETHEUS / "alerts.yml", tmp_path)
-    assert f"{len(ALERTS)} rules found" in promtool(
-        "check", "config", "prometheus.yml", cwd=tmp_path
-    )
+    assert f"{len(ALERTS)} rules found" in promtool("check", "config", tmp_path / "prometheus.yml")
 
 
 @pytest.mark.promtool
@@ -244,7 +234,7 @@ def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
     rules = [{"record": f"n:{i}", "expr": expr} for i, expr in enumerate(EXPRESSIONS.values())]
     groups = {"groups": [{"name": "expressions", "rules": rules}]}
     (tmp_path / "rules.yml").write_text(json.dumps(groups))  # JSON is YAML
-    assert f"{len(rules)} rules found" in promtool("check", "rules", "rules.yml", cwd=tmp_path)
+    assert f"{len(rules)} rules found" in promtool("check", "rules", tmp_path / "rules.yml")
 
 
 @pytest.mark.promtool
@@ -263,7 +253,7 @@ def test_every_panel_shows_something_when_there_is_something(tmp_path: Path) -> 
         ],
     }
     (tmp_path / "test.yml").write_text(json.dumps({"tests": [test]}))
-    promtool("test", "rules", "test.yml", cwd=tmp_path)
+    promtool("test", "rules", tmp_path / "test.yml")
 
 
 def a_worker() -> Iterator[dict[str, str]]:

@@ -518,6 +518,29 @@ comment on function pgsched._lock_claims is
 
 revoke all on function pgsched._lock_claims from public;
 
+create function pgsched._raise_no_task(p_id bigint)
+  returns void
+  language plpgsql
+as $$
+begin
+  if p_id is null then
+    raise exception using
+      errcode = 'TS400',
+      message = 'p_id must not be null',
+      hint = 'Give the id of a task.';
+  end if;
+  raise exception using
+    errcode = 'TS404',
+    message = format('there is no task %s', p_id),
+    hint = 'The id is wrong, or the finished task has been deleted.';
+end;
+$$;
+
+comment on function pgsched._raise_no_task is
+  'Explains why no task was found: TS400 for a null, else TS404.';
+
+revoke all on function pgsched._raise_no_task from public;
+
 -- One statement over both tables: a task that moves between them is seen in one of them. A snapshot
 -- that is older than the task's last change does not show it; then locking the row raises 40001,
 -- which is the truth: nothing can be told about the task in this transaction.
@@ -528,22 +551,13 @@ as $$
 declare
   v_status text;
 begin
-  if p_id is null then
-    raise exception using
-      errcode = 'TS400',
-      message = 'p_id must not be null',
-      hint = 'Give the id of a task.';
-  end if;
   if current_setting('transaction_isolation') in ('repeatable read', 'serializable') then
     perform from pgsched.scheduled_tasks as t where t.id = p_id for no key update;
     perform from pgsched.finished_tasks as f where f.id = p_id for no key update;
   end if;
   select t.status into v_status from pgsched.tasks as t where t.id = p_id;
   if not found then
-    raise exception using
-      errcode = 'TS404',
-      message = format('there is no task %s', p_id),
-      hint = 'The id is wrong, or the finished task has been deleted.';
+    perform pgsched._raise_no_task(p_id);
   end if;
   return v_status;
 end;
@@ -2571,12 +2585,6 @@ create function pgsched.get_task(p_id bigint)
   set enable_seqscan = off
 as $$
 begin
-  if p_id is null then
-    raise exception using
-      errcode = 'TS400',
-      message = 'p_id must not be null',
-      hint = 'Give the id of a task.';
-  end if;
   return query
   select t.id, t.queue, t.task_type, t.payload, t.status, t.priority, t.run_at, t.attempt,
          t.max_attempts, t.claimed_by, t.claimed_at, t.lease_expires_at, t.unique_key,
@@ -2585,10 +2593,7 @@ begin
     from pgsched.tasks as t
    where t.id = p_id;
   if not found then
-    raise exception using
-      errcode = 'TS404',
-      message = format('there is no task %s', p_id),
-      hint = 'The id is wrong, or the finished task has been deleted.';
+    perform pgsched._raise_no_task(p_id);
   end if;
 end;
 $$;

@@ -173,7 +173,7 @@ class Checker:
                 )
                 return
             ids = op.result if known else []
-            for task_id, key in zip(ids, op.args.get("keys") or [None] * len(ids), strict=False):
+            for task_id, key in zip(ids, op.args.get("keys") or [None] * len(ids), strict=True):
                 self._tasks[task_id].events.append(Event(op, None, "enqueued", key=key))
         elif op.status == "fail":
             pass
@@ -356,16 +356,13 @@ class Checker:
     def _lease_end(self, task: Task, claim: Claim) -> float:
         """The lease did not end before this, by the server's clock."""
         offset = min(self._clock, default=-inf)
-        return max(
-            claim.lease_end,
+        extended = [
             # It was extended after the call began.
-            *(
-                event.op.begin + offset + event.op.args["lease"]
-                for event in task.events
-                if event.token == claim.token and event.op.call == "extend" and event.accepted
-            ),
-            -inf,
-        )
+            event.op.begin + offset + float(event.op.args["lease"])
+            for event in task.events
+            if event.token == claim.token and event.op.call == "extend" and event.accepted
+        ]
+        return max([claim.lease_end, *extended])
 
     def _may_be_gone(self, before: Claim, after: Claim) -> bool:
         """Whether the holder's presence may have been missed for long enough.
@@ -537,7 +534,7 @@ def _check_acknowledged(row: Row, task: Task) -> Iterator[str]:
 def _check_requests(row: Row, task: Task) -> Iterator[str]:
     """Of a task that is to be cancelled only a completion is taken; it does not come back."""
     for request in task.events:
-        if request.answer != "requested" or _retried(task, request):
+        if request.answer != "requested":
             continue
         done = request.op.end
         for event in task.events:
@@ -545,11 +542,13 @@ def _check_requests(row: Row, task: Task) -> Iterator[str]:
                 event.op.call in {"fail", "release", "reap"}
                 and event.op.begin > done
                 and event.answer in {"queued", "failed"}
+                and not _retried(task, request, event.op.end)
             ):
                 yield f"was to be cancelled, and {event.op.call} said {event.answer}"
-        if any(claim.op.begin > done for claim in task.claims):
-            yield "was to be cancelled, and was claimed again"
-        if row.status in {"queued", "failed"}:
+        for claim in task.claims:
+            if claim.op.begin > done and not _retried(task, request, claim.op.end):
+                yield f"was to be cancelled, and was claimed again with {claim.token}"
+        if row.status in {"queued", "failed"} and not _retried(task, request):
             yield f"was to be cancelled, and is {row.status}"
 
 
@@ -566,15 +565,15 @@ def _check_failures(row: Row, task: Task) -> Iterator[str]:
             yield f"failed for good {told}"
         if event.answer == "queued" and last:
             yield f"was to fail for good {told}, and did not"
-    if row.status == "failed" and row.attempt < row.max_attempts:
-        if not any(
-            event.op.call == "fail"
-            and event.token == row.token
-            and event.answer in {None, "failed"}
-            and event.permanent is not False
-            for event in task.events
-        ):
-            yield f"is failed with attempt {row.attempt} of {row.max_attempts}"
+    given_up = any(
+        event.op.call == "fail"
+        and event.token == row.token
+        and event.answer in {None, "failed"}
+        and event.permanent is not False
+        for event in task.events
+    )
+    if row.status == "failed" and row.attempt < row.max_attempts and not given_up:
+        yield f"is failed with attempt {row.attempt} of {row.max_attempts}"
 
 
 def _check_effects(row: Row) -> Iterator[str]:

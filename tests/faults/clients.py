@@ -392,25 +392,29 @@ class LateWorker(SqlWorker):
 class PresentWorker(SqlWorker):
     """Has a presence, which blinks or ends, and long leases. Not behind a pooler."""
 
+    def register(self, name: str, presence: bool) -> int:
+        query = "select pgsched.register_worker(%s, %s, 1, %s)"
+        args = {"worker": name, "presence": presence}
+        [worker_id] = self.recorder.call(
+            "register", args, lambda _: self.column(query, name, QUEUES, presence)
+        )
+        return int(worker_id)
+
+    def be_present(self, presence: psycopg.Connection, name: str, worker_id: int) -> None:
+        """For as long as this session has its transaction."""
+        presence.execute("begin isolation level read committed read only")
+        presence.execute("call pgsched.hold_presence(%s)", [worker_id])
+        self.register(name, True)
+
     def step(self) -> None:
         name = f"{self._name} {self.chance.random()}"
 
-        def register(presence: bool) -> int:
-            query = "select pgsched.register_worker(%s, %s, 1, %s)"
-            args = {"worker": name, "presence": presence}
-            [worker_id] = self.recorder.call(
-                "register", args, lambda _: self.column(query, name, QUEUES, presence)
-            )
-            return int(worker_id)
-
-        worker_id = register(False)
+        worker_id = self.register(name, False)
         held: list[Held] = []
         for _ in range(2):
             with self.connect() as presence:
-                presence.execute("begin isolation level read committed read only")
-                presence.execute("call pgsched.hold_presence(%s)", [worker_id])
+                self.be_present(presence, name, worker_id)
                 begin = time.monotonic()
-                register(True)
                 mine: list[Held] = []
                 while not mine and not self.pause(0.01):
                     mine = self.claim("bulk", 5, 10.0, name)

@@ -43,6 +43,18 @@ def one(call: str, begin: float, answer: str) -> Op:
     return op(call, begin, begin + 1, [answer], ids=[1])
 
 
+def fail(begin: float, answer: str | None, *, permanent: bool) -> Op:
+    """Of claim A."""
+    known = {"status": "ok" if answer else "unknown"}
+    tokens, last = {"ids": [1], "tokens": ["A"]}, {"permanent": [permanent]}
+    return op("fail", begin, begin + 1, [answer] if answer else None, **known, **tokens, **last)
+
+
+def with_key(key: str, begin: float, end: float) -> Op:
+    """Returns task 1."""
+    return op("enqueue", begin, end, [1], count=1, keys=[key], queue="q")
+
+
 def row(status: str = DONE, token: str | None = "A", **changes: Any) -> Row:
     fields = {"id": 1, "tag": "enqueue at 0", "task_type": "noop", "attempt": 1, "max_attempts": 3}
     return Row(**{**fields, "status": status, "token": token, **changes})
@@ -57,6 +69,7 @@ RELEASE_A = op("release", 20, 21, QUEUED, token="A")
 DEAD_A = op("fail", 20, 21, "failed", token="A")
 CANCEL, RETRY = one("cancel", 22, "cancelled"), one("retry", 25, QUEUED)
 REAP = op("reap", 25, 26, [[1, QUEUED]])
+REQUEST = one("cancel", 15, "requested")
 PAY: dict[str, Any] = {"task_type": "pay", "effects": 1, "followers": 1}
 FOLLOWER = row(id=2, tag="after:1")
 FOLLOWER_ENDS = op("complete", 20, 21, [DONE], ids=[2], tokens=["A"])
@@ -83,6 +96,51 @@ RIGHT: dict[str, tuple[list[Op], list[Row]]] = {
         [row(token="B", attempt=2)],
     ),
     "a dead letter": ([enqueue(), A, DEAD_A], [row("failed")]),
+    "a dead letter of the last attempt": (
+        [enqueue(), claim(10, "A", 3), fail(20, "failed", permanent=False)],
+        [row("failed", attempt=3)],
+    ),
+    "a dead letter of which a reap does not tell": (
+        [enqueue(), claim(10, "A", 3), op("maintain", 20, 21)],
+        [row("failed", attempt=3)],
+    ),
+    "failed for good": (
+        [enqueue(), A, fail(20, "failed", permanent=True)],
+        [row("failed")],
+    ),
+    "failed for good, the answer lost": (
+        [enqueue(), A, fail(20, None, permanent=True)],
+        [row("failed")],
+    ),
+    "a key that was taken": (
+        [with_key("k", 0, 1), with_key("k", 2, 3), A, DONE_A],
+        [row(queue="q", unique_key="k")],
+    ),
+    "a key that was taken until then": (
+        [with_key("k", 0, 1), A, DONE_A, with_key("k", 20.5, 30)],
+        [row(queue="q", unique_key="k")],
+    ),
+    "a key that a retry took again": (
+        [*(with_key("k", 0, 1), A, DEAD_A, RETRY, with_key("k", 28, 29), B, DONE_B)],
+        [row(token="B", attempt=2, queue="q", unique_key="k")],
+    ),
+    "a key of which little was recorded": (
+        [op("enqueue", 0, 1, [1], count=1, keys=["k"]), A, DONE_A],
+        [row()],
+    ),
+    "a request to cancel, and a failure": (
+        [enqueue(), A, REQUEST, op("fail", 20, 21, "cancelled", token="A")],
+        [row("cancelled")],
+    ),
+    "a request to cancel, and a completion": ([enqueue(), A, REQUEST, DONE_A], [row()]),
+    "a request to cancel, and a failure meanwhile": (
+        [enqueue(), A, op("fail", 14, 16, QUEUED, token="A"), REQUEST, CANCEL],
+        [row("cancelled")],
+    ),
+    "a request to cancel, then a retry": (
+        [enqueue(), A, REQUEST, one("cancel", 22, "finished"), RETRY, claim(30, "B", 1), DONE_B],
+        [row(token="B")],
+    ),
     "a dead letter that was retried": (
         [enqueue(), A, DEAD_A, RETRY, claim(30, "B", 1), DONE_B],
         [row(token="B")],
@@ -227,6 +285,82 @@ WRONG: dict[str, tuple[str, list[Op], list[Row]]] = {
     "a completion that nobody made": ("uncaused", [enqueue(), A], [row()]),
     "a cancellation that nobody made": ("uncaused", [enqueue(), A], [row("cancelled")]),
     "a dead letter without a cause": ("uncaused", [enqueue(), A], [row("failed")]),
+    "a dead letter with attempts left": (
+        "attempts left",
+        [enqueue(), A, fail(20, "failed", permanent=False)],
+        [row("failed")],
+    ),
+    "a failure with attempts left, then a retry": (
+        "attempts left",
+        [
+            *(enqueue(), A, fail(20, "failed", permanent=False)),
+            *(RETRY, claim(30, "B", 1), DONE_B),
+        ],
+        [row(token="B")],
+    ),
+    "a failure for good that is tried again": (
+        "attempts left",
+        [enqueue(), A, fail(20, QUEUED, permanent=True), B, DONE_B],
+        [row(token="B", attempt=2)],
+    ),
+    "reaped with attempts left": (
+        "attempts left",
+        [enqueue(), claim(10, "A", lease=2), op("reap", 25, 26, [[1, "failed"]])],
+        [row("failed")],
+    ),
+    "maintained away with attempts left": (
+        "attempts left",
+        [enqueue(), claim(10, "A", lease=2), op("maintain", 25, 26)],
+        [row("failed")],
+    ),
+    "a key gives what had ended": (
+        "key",
+        [with_key("k", 0, 1), A, DONE_A, with_key("k", 22, 23)],
+        [row(queue="q", unique_key="k")],
+    ),
+    "a key gives what was cancelled": (
+        "key",
+        [with_key("k", 0, 1), CANCEL, with_key("k", 24, 25)],
+        [row("cancelled", None, attempt=0)],
+    ),
+    "a key gives the task of another key": (
+        "key",
+        [with_key("k", 0, 1), with_key("l", 2, 3), A, DONE_A],
+        [row(queue="q", unique_key="k")],
+    ),
+    "a key gives the task of another queue": (
+        "key",
+        [with_key("k", 0, 1), A, DONE_A],
+        [row(queue="r", unique_key="k")],
+    ),
+    "fewer ids than tasks": (
+        "garbled",
+        [op("enqueue", 0, 1, [1], count=2, keys=["k", "l"]), A, DONE_A],
+        [row()],
+    ),
+    "a failure forgets a request to cancel": (
+        "cancel",
+        [enqueue(), A, REQUEST, FAIL_A, one("cancel", 30, "cancelled")],
+        [row("cancelled")],
+    ),
+    "a reap forgets a request to cancel": (
+        "cancel",
+        [enqueue(), claim(10, "A", lease=4), REQUEST, REAP, one("cancel", 30, "cancelled")],
+        [row("cancelled")],
+    ),
+    "claimed again in spite of a request to cancel": (
+        "cancel",
+        [
+            *(enqueue(), A, REQUEST, op("release", 20, 21, "released", token="A")),
+            *(claim(30, "B", 1), DONE_B),
+        ],
+        [row(token="B")],
+    ),
+    "queued in spite of a request to cancel": (
+        "cancel",
+        [enqueue(), A, REQUEST, op("release", 20, 21, "released", token="A")],
+        [row(QUEUED, None)],
+    ),
     "completed, and no effect": (
         "effect",
         [enqueue(), A, op("transact", 20, 21, DONE, token="A")],
@@ -303,6 +437,53 @@ def test_it_is_measured_how_long_a_task_waits_for_another_worker() -> None:
     ):
         report = check([CLOCK, *ops, note], [row(token="B", attempt=2)])
         assert report.recoveries == {kind: [11.0]}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "presence", "lease", "taken", "missed"),
+    [
+        (2, True, 30, 31, True),
+        (2, True, 30, 41, False),
+        (2, True, 26, 41, None),  # too little of it was left
+        (2, False, 30, 41, None),
+        (3, True, 30, 41, None),  # nobody heard of the claim between
+    ],
+)
+def test_it_is_noted_whether_who_was_killed_was_missed(
+    attempt: int, presence: bool, lease: float, taken: float, missed: bool | None
+) -> None:
+    ops = [
+        op("register", 1, 2, worker="w", presence=presence),
+        *(enqueue(), claim(10, "A", lease=lease), op("maintain", 21, 22)),
+        claim(5, "", status="unknown"),
+        *(claim(taken, "B", attempt), op("complete", 50, 51, DONE, token="B")),
+    ]
+    end = Note("p", "ended", 20.0, ["A"])
+    report = check([CLOCK, *ops, end], [row(token="B", attempt=attempt)])
+    assert (None if missed is None else {"A": missed}) == (report.missed or None)
+
+
+@pytest.mark.parametrize(
+    ("killed", "missed", "kinds"), [(5, 0, ["presence"]), (5, 1, []), (4, 0, [])]
+)
+def test_of_many_who_are_killed_one_is_missed_in_time(
+    killed: int, missed: int, kinds: list[str]
+) -> None:
+    history: list[Op | Note] = [CLOCK, op("register", 1, 2, worker="w", presence=True)]
+    rows = []
+    for number in range(1, killed + 1):
+        first, second, taken = f"A{number}", f"B{number}", 31 if number <= missed else 41
+        given = {"worker": "w", "queue": "q", "lease": 30.0}
+        history += [
+            op("enqueue", number / 10, 1, [number], count=1),
+            op("claim", 10, 11, [[number, first, 1, 3, 0.5, 40]], process=first, **given),
+            Note("p", "ended", 20.0, [first]),
+            op("claim", taken, 42, [[number, second, 2, 3, 0.5, taken + 30]], **given),
+            op("complete", 50, 51, [DONE], ids=[number], tokens=[second]),
+        ]
+        tag = f"enqueue at {number / 10:g}"
+        rows.append(row(id=number, tag=tag, token=second, attempt=2))
+    assert kinds == [violation.kind for violation in check(history, rows).violations]
 
 
 def test_the_history_keeps_what_was_said_and_what_was_not(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -11,7 +12,7 @@ import clients
 import mutants
 import psycopg
 import pytest
-from checker import Report, check
+from checker import KILLS, Report, check
 from history import Recorder, read
 from mutants import Mutant
 from run import prepare, stored
@@ -33,6 +34,30 @@ PRESENCE_UNSEEN = [
         "where (a.id % 2147483647)::integer::oid not in (select pgsched._presences())",
     )
 ]
+NEVER_GONE = Mutant("_gone_workers", "p_now < v_start + interval '5 seconds'", "true")
+REAP_FOR_GOOD = Mutant(
+    "_reap_tasks", "null) as e", "array_fill(true, array[cardinality(p_ids)])) as e"
+)
+FAILURE_FOR_GOOD = Mutant(
+    "_end_attempts", "t.attempt >= t.max_attempts", "t.attempt >= least(t.max_attempts, 2)"
+)
+PERMANENT_FAILURE_TRIED_AGAIN = Mutant("_end_attempts", "g.permanent or", "")
+KEY_OF_WHAT_HAS_ENDED = Mutant(
+    "_add_unique",
+    "  loop\n",
+    """
+      select f.id into v_id
+        from pgsched.finished_tasks as f
+       where f.queue = p_queue and f.unique_key = p_unique_key
+       limit 1;
+      if found then
+        return v_id;
+      end if;
+      loop
+    """,
+)
+KEY_OF_ANOTHER = Mutant("_add_unique", "= p_unique_key", "is not null")
+CANCEL_NOT_NOTED = Mutant("cancel_task", "and t.cancel_requested_at is null", "and false")
 PRUNE_WHAT_IS_YOUNG = Mutant(
     "prune_finished", "f.finished_at < v_kind.finished_before", "f.finished_at < v_now"
 )
@@ -97,6 +122,12 @@ def test_the_workload_passes(dsn: str, tmp_path: Path) -> None:
         (PRESENCE_WITHOUT_GRACE, "overlap"),
         pytest.param((*PRESENCE_UNSEEN, "overlap"), marks=pytest.mark.long),
         (PRUNE_WHAT_IS_YOUNG, "lost"),
+        (REAP_FOR_GOOD, "attempts left"),
+        (FAILURE_FOR_GOOD, "attempts left"),
+        (PERMANENT_FAILURE_TRIED_AGAIN, "attempts left"),
+        (KEY_OF_WHAT_HAS_ENDED, "key"),
+        (KEY_OF_ANOTHER, "key"),
+        (CANCEL_NOT_NOTED, "cancel"),
         (mutants.RETRY_OF_ANY_STATUS, "revived"),
     ],
 )
@@ -108,3 +139,41 @@ def test_a_broken_function_is_seen(
         mutants.install(conn, mutant)
     report = work(dsn, tmp_path / "history", [0.5, 1, 2, 4, 8, 16], kind)
     assert kind in {violation.kind for violation in report.violations}
+
+
+@pytest.mark.parametrize(
+    ("broken", "kinds"),
+    [([], set()), pytest.param([NEVER_GONE], {"presence"}, marks=pytest.mark.long)],
+)
+def test_killed_workers_are_missed_before_their_leases_end(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path, broken: Sequence[Mutant], kinds: set[str]
+) -> None:
+    for mutant in broken:
+        mutants.install(conn, mutant)
+    prepare(conn)
+    recorders = [Recorder(tmp_path, f"killed {number}") for number in range(KILLS)]
+    rest = Recorder(tmp_path, "rest")
+    [(now,)] = conn.execute("select date_part('epoch', clock_timestamp())")
+    rest.note("clock", now)
+    clients.Producer(rest, dsn, "producer", deque()).batch([{"queue": "bulk"}] * KILLS)
+    with ExitStack() as presences:
+        for recorder in recorders:
+            name = recorder.process
+            worker = clients.PresentWorker(recorder, dsn, name)
+            presence = presences.enter_context(worker.connect())
+            worker.be_present(presence, name, worker.register(name, False))
+            assert len(worker.claim("bulk", 1, 10.0, name)) == 1
+    for recorder in recorders:  # its presence has ended, with its session
+        rest.note("ended", recorder.process)
+        recorder.close()
+    other, left = clients.SqlWorker(rest, dsn, "other"), KILLS
+    while left:
+        other.reap()
+        held = other.claim("bulk", KILLS, 10.0)
+        other.complete(held)
+        left -= len(held)
+        time.sleep(0.1)
+    rest.close()
+    report = check(read(tmp_path), stored(conn))
+    assert kinds == {violation.kind for violation in report.violations}
+    assert dict.fromkeys((each.process for each in recorders), not kinds) == report.missed

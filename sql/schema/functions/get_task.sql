@@ -12,12 +12,6 @@ create function pgsched.get_task(p_id bigint)
   set enable_seqscan = off
 as $$
 begin
-  if p_id is null then
-    raise exception using
-      errcode = 'TS400',
-      message = 'p_id must not be null',
-      hint = 'Give the id of a task.';
-  end if;
   return query
   select t.id, t.queue, t.task_type, t.payload, t.status, t.priority, t.run_at, t.attempt,
          t.max_attempts, t.claimed_by, t.claimed_at, t.lease_expires_at, t.unique_key,
@@ -26,10 +20,7 @@ begin
     from pgsched.tasks as t
    where t.id = p_id;
   if not found then
-    raise exception using
-      errcode = 'TS404',
-      message = format('there is no task %s', p_id),
-      hint = 'The id is wrong, or the finished task has been deleted.';
+    perform pgsched._raise_no_task(p_id);
   end if;
 end;
 $$;
