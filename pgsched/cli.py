@@ -22,6 +22,8 @@ from pgsched.migrate import MigrationError, migrate
 from pgsched.text import ascii_json, explained, plain
 from pgsched.worker import Worker
 
+TASK_ID = click.IntRange(-(2**63), 2**63 - 1)
+
 SHOWN = 1000
 """Characters of a value that `show` prints."""
 
@@ -35,8 +37,9 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (PgschedError, MigrationError, psycopg.Error) as error:
-            if ctx.params["debug"]:
+        except (PgschedError, MigrationError, psycopg.Error, UnicodeError, OSError) as error:
+            # Who has read enough of the output wants no word of it.
+            if ctx.params["debug"] or isinstance(error, BrokenPipeError):
                 raise
             raise click.ClickException(explained(error)) from error
 
@@ -199,14 +202,14 @@ def top_command(dsn: str, interval: float) -> None:
     with calls.connect(dsn) as connection:
         view = top.look(connection)
     as_json = click.get_current_context().obj
-    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if as_json or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         _print(view, top.lines(view, WIDE, WIDE))
     else:
         top.watch(dsn, view, min(max(0.1, interval), 3600))
 
 
 @_command("show")
-@click.argument("task_id", metavar="ID", type=int)
+@click.argument("task_id", metavar="ID", type=TASK_ID)
 def show_command(dsn: str, task_id: int) -> None:
     """Show what is known of a task."""
     with calls.connect(dsn) as connection:
@@ -246,7 +249,7 @@ def _each(dsn: str, task_ids: Iterable[int], call: Callable[[calls.Connection, i
     _print(outcomes, lines, failed=done != outcomes)
 
 
-task_ids = click.argument("task_ids", metavar="ID...", type=int, nargs=-1, required=True)
+task_ids = click.argument("task_ids", metavar="ID...", type=TASK_ID, nargs=-1, required=True)
 
 
 @_command("retry")

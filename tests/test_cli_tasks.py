@@ -3,11 +3,12 @@
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from command_line import pgsched
+from command_line import pgsched, process, refused
 from oracle import Connect
 from workers import row
 
@@ -155,9 +156,7 @@ def test_what_is_no_id_is_wrong_usage(command: str, task_id: str) -> None:
 
 @pytest.mark.parametrize("command", ["retry", "cancel", "show"])
 def test_an_id_that_no_task_can_have_is_refused(command: str, dsn: str) -> None:
-    result = pgsched(command, str(10**30), "--dsn", dsn)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert len(result.stderr.splitlines()) == 1
+    assert "is not in the range" in refused(command, str(10**30), "--dsn", dsn)
 
 
 # pause and resume
@@ -175,6 +174,22 @@ def test_a_queue_is_paused_and_resumed(dsn: str, conn: psycopg.Connection) -> No
     assert as_json("resume", "mail", "--dsn", dsn) == {"queue": "mail", "paused": False}
     result = pgsched("pause", 64 * "q", "--dsn", dsn)
     assert (result.exit_code, result.stderr.partition(" is not")[0]) == (1, "Error: p_queue")
+    assert "surrogates" in refused("resume", "\udcff", "--dsn", dsn)
+
+
+def test_of_ids_that_none_can_be_nothing_is_done(dsn: str, conn: psycopg.Connection) -> None:
+    task_id = enqueue(conn, "type")
+    for command in ("cancel", "retry"):
+        said = refused(command, str(task_id), str(2**63), "--dsn", dsn)
+        assert said.startswith(f"Invalid value for 'ID...': {2**63} is not in the range")
+    assert row(conn, task_id).status == "queued"
+
+
+def test_output_that_cannot_be_written_is_one_line(dsn: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = process("status", "--dsn", dsn, stdout=full)
+        _, stderr = result.communicate()
+    assert (result.returncode, stderr) == (1, "Error: [Errno 28] No space left on device\n")
 
 
 # reap and maintain
