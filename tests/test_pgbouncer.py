@@ -184,6 +184,11 @@ def test_every_function_may_be_called(dsn: str, pooled: str, in_transaction: boo
             assert call("prune_finished") == [(0,)]
             assert {step for step, _ in call("maintain")} == {"reap_stale", "prune_finished"}
             assert [stats[0] for stats in call("queue_stats")] == ["q"]
+            assert call("get_task", id=task_id - 2)[0][0] == task_id - 2
+            assert [each[1] for each in call("list_workers")] == ["me"]
+            assert call("recent_rates")
+            assert call("server_stats")[0][0] == 1
+            assert call("diagnose")
             call("unregister_worker", id=worker)
 
     public = "where pronamespace = 'pgsched'::regnamespace and proname !~ '^_'"
