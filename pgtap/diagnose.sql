@@ -1,6 +1,6 @@
 begin;
 \ir fixtures.sql
-select plan(40);
+select plan(45);
 
 select is(pg_temp.arguments_of('pgsched.diagnose'), '', 'diagnose takes nothing');
 select is(pg_temp.result_of('pgsched.diagnose'),
@@ -75,6 +75,9 @@ select results_eq(
   $$select advice from pgsched.diagnose() where finding ~ 'pgtap still'$$,
   array['When it may go on: select pgsched.resume_queue(''pgtap still'')'],
   'the advice can be copied');
+select matches(advice, '; workers serve: (.*, )?''pgtap behind'', ''pgtap busy'', (.*, )?''x''',
+               'the advice names the queues that are served')
+  from pgsched.diagnose() where finding ~ 'pgtap alone';
 update pgsched.workers set seen_at = clock_timestamp() - interval '2 minutes'
  where name = 'pgtap 1';
 select results_eq(
@@ -82,6 +85,12 @@ select results_eq(
   array['Queue ''pgtap behind'' has 2 tasks due, the oldest for 5 minutes, and no worker serves '
         'it.'],
   'a worker that was not seen for 2 minutes serves nothing');
+
+-- Snapshots
+select is(count(*), (not pg_has_role('pg_read_all_stats', 'usage'))::integer::bigint,
+          'an owner who cannot see the transactions of others is told, and no other')
+  from pgsched.diagnose()
+ where check_name = 'snapshots' and advice ~ '^grant pg_read_all_stats to ';
 
 -- Dead letters
 select id as first, token from pg_temp.claimed('pgtap dead') \gset
@@ -111,6 +120,24 @@ select results_eq(
   $$values ('workers', 'warning', 'Worker ''pgtap 1'' was last seen 2 minutes ago, and holds 1 '
                                   'task.')$$,
   'one that holds tasks is named');
+
+create function pg_temp.without_presence()
+  returns integer
+  language sql
+as $$
+  select coalesce(sum(substring(d.finding from '^(\d+) workers? ha(?:s|ve) no presence: ')::integer),
+                  0)::integer
+    from pgsched.diagnose() as d where d.check_name = 'workers'
+$$;
+select pg_temp.without_presence() as before \gset
+select pgsched.register_worker('pgtap 2', '{x}', 1), pgsched.register_worker('pgtap 3', '{x}', 1)
+  \g /dev/null
+select is(pg_temp.without_presence(), :before + 2, 'workers without a presence are counted');
+update pgsched.workers set presence = true where name = 'pgtap 2';
+select is(pg_temp.without_presence(), :before + 1, 'one that has it is not');
+update pgsched.workers set presence = false, suspect_since = clock_timestamp()
+ where name = 'pgtap 2';
+select is(pg_temp.without_presence(), :before + 1, 'nor one that was found to be gone');
 
 -- Leases; others may have some that are over
 select results_eq($$select tasks, overdue from pgsched._running() where claimed_by = 'pgtap 1'$$,

@@ -206,28 +206,38 @@ def test_a_standby_that_holds_back_vacuum_is_found_with_and_without_a_slot(
 
 
 def test_what_the_owner_may_not_see_is_said(server: Server, connect: Connect) -> None:
-    """Of sessions of other roles, a plain owner sees no times."""
+    """Of sessions of other roles, a plain owner sees no times; what it does see is found, too."""
     admin = connect()
     name = admin.info.dbname
-    admin.execute("drop schema pgsched cascade; drop role if exists plain; create role plain login")
-    admin.execute(f"grant create on database {name} to plain".encode())
-    migrate(server.dsn(name, "plain"))
+    admin.execute(
+        'drop schema pgsched cascade; drop role if exists "an owner"; create role "an owner" login'
+    )
+    admin.execute(f'grant create on database {name} to "an owner"'.encode())
+    migrate(server.dsn(name, "an owner"))
+    unseen = (
+        "note",
+        "How long transactions of other roles have been open cannot be seen: an old one is found"
+        " when 100000 have begun since.",
+    )
     try:
+        assert found(admin, "snapshots") == [unseen]
+        cure = advice(admin, "snapshots")
+        assert cure == 'grant pg_read_all_stats to "an owner"'
         hurry(admin, transactions=-1)
         holder = connect()
         with holder.transaction():
             enqueue(holder, "type")
-            [(_, text)] = found(admin, "snapshots")
+            [first, (_, text)] = found(admin, "snapshots")
+            assert first == unseen
             assert "for a time that cannot be seen and" in text
             assert oldest(admin) == timedelta()
-            cure = advice(admin, "snapshots").partition("Its age is shown after: ")[2]
-            assert cure == "grant pg_read_all_stats to plain"
             admin.execute(cure.encode())
             wait_until(lambda: oldest(admin) > timedelta(seconds=0.5))
             [(_, text)] = found(admin, "snapshots")
             assert "seconds and" in text
+        assert found(admin, "snapshots") == []
     finally:
-        admin.execute("drop owned by plain cascade; drop role plain")
+        admin.execute('drop owned by "an owner" cascade; drop role "an owner"')
 
 
 # Settings and limits of another server
@@ -312,9 +322,27 @@ def test_the_report_is_that_of_diagnose_and_of_the_client(
 def test_a_worker_and_its_queue_are_found_well(dsn: str, conn: psycopg.Connection) -> None:
     worker = quick(dsn, queues=["mail"])
     with running(worker):
-        wait_until(lambda: conn.execute("select id from pgsched.workers").fetchall())
+        wait_until(lambda: conn.execute("select from pgsched.workers where presence").fetchall())
         checks = report("--dsn", dsn)
     assert [row["level"] for name in ("workers", "queues") for row in checks[name]] == ["ok", "ok"]
+
+
+def test_workers_without_a_presence_are_found(conn: psycopg.Connection) -> None:
+    for name, text in (
+        ("1", "1 worker has no presence: if it dies, its tasks wait for their leases."),
+        ("2", "2 workers have no presence: if they die, their tasks wait for their leases."),
+    ):
+        conn.execute("select pgsched.register_worker(%s, '{mail}', 1)", [name])
+        assert found(conn, "workers") == [("note", text)]
+
+
+def test_the_advice_names_the_queues_that_are_served(conn: psycopg.Connection) -> None:
+    enqueue(conn, "type", queue="mial")
+    conn.execute("update pgsched.scheduled_tasks set run_at = run_at - interval '1 hour'")
+    text = advice(conn, "queues")
+    assert "correct the queue's name where tasks are added. If" in text
+    conn.execute("select pgsched.register_worker('w', '{reports,mail}', 1)")
+    assert "are added; workers serve: 'mail', 'reports'. If" in advice(conn, "queues")
 
 
 @pytest.mark.parametrize(

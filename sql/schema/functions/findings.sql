@@ -96,15 +96,20 @@ as $$
          format('%s has kept vacuum from removing dead rows for %s and %s transactions.',
                 s.holder, coalesce(pgsched._spelled(s.age), 'a time that cannot be seen'),
                 s.transactions),
-         s.cure || case when s.holder ~ '^Session' and s.age is null
-           then format('. Its age is shown after: grant pg_read_all_stats to %I', current_user)
-           else '' end
+         s.cure
     from pgsched._snapshots() as s
    where s.age > interval '1 minute' or s.transactions > 100000
+   union all
+  select 'snapshots', 'note',
+         'How long transactions of other roles have been open cannot be seen: an old one is found '
+         'when 100000 have begun since.',
+         format('grant pg_read_all_stats to %I', current_user)
+   where not pg_has_role('pg_read_all_stats', 'usage')
 $$;
 
 comment on function pgsched._find_snapshots is
-  'Who has kept vacuum from removing dead rows for more than a minute, or 100000 transactions.';
+  'Who has kept vacuum from removing dead rows for more than a minute, or 100000 transactions, and '
+  'whether the owner of the schema can see that.';
 
 revoke all on function pgsched._find_snapshots from public;
 
@@ -225,13 +230,19 @@ as $$
     select s.*, pgsched._spelled(s.oldest_due_age) as since,
            exists (
              select from pgsched._live_workers() as w where s.queue = any (w.queues)) as served
-      from pgsched.queue_stats() as s)
+      from pgsched.queue_stats() as s),
+  served as materialized (
+    select string_agg(distinct quote_literal(q.name), ', ') as queues
+      from pgsched._live_workers() as w
+     cross join unnest(w.queues) as q (name))
   select 'queues', 'warning',
          format('Queue %L has %s due, the oldest for %s, and no worker serves it.',
                 s.queue, pgsched._tasks(s.due), s.since),
-         'Start a worker for this queue. If it is worked on from SQL, without register_worker, '
-         'that has stopped or cannot keep up.'
+         format('Start a worker for this queue, or correct the queue''s name where tasks are '
+                'added%s. If it is worked on from SQL, without register_worker, that has stopped '
+                'or cannot keep up.', '; workers serve: ' || v.queues)
     from stats as s
+   cross join served as v
    where not s.paused and not s.served and s.oldest_due_age > interval '1 minute'
    union all
   select 'queues', 'warning',
@@ -295,6 +306,18 @@ as $$
    where l.running = 0
   having count(*) > 0
    union all
+  -- One that was found to be gone has none either, and stays suspect.
+  select 'workers', 'note',
+         case count(*) when 1 then '1 worker has no presence: if it dies, its tasks wait for their '
+                                   'leases.'
+                       else format('%s workers have no presence: if they die, their tasks wait for '
+                                   'their leases.', count(*)) end,
+         'Let their role call the procedure pgsched.hold_presence; behind a pooler, give them a '
+         'listen_dsn that leads past it.'
+    from pgsched._live_workers() as w
+   where not w.presence and w.suspect_since is null
+  having count(*) > 0
+   union all
   select 'leases', 'warning',
          format('Nobody took back %s whose lease ended more than a minute ago: nobody reaps, or '
                 'handlers hold them in open transactions.', pgsched._tasks(o.tasks)),
@@ -304,6 +327,6 @@ as $$
 $$;
 
 comment on function pgsched._find_workers is
-  'Workers that are not seen any more, and tasks that nobody takes back.';
+  'Workers that are not seen any more or have no presence, and tasks that nobody takes back.';
 
 revoke all on function pgsched._find_workers from public;
