@@ -172,8 +172,8 @@ class Checker:
                     "garbled", f"{len(op.result)} ids of {op.args['count']} tasks: {_told(op)}"
                 )
                 return
-            ids = op.result if known else []
-            for task_id, key in zip(ids, op.args.get("keys") or [None] * len(ids), strict=True):
+            keys = op.args.get("keys", [None] * op.args["count"])
+            for task_id, key in zip(op.result, keys, strict=True) if known else ():
                 self._tasks[task_id].events.append(Event(op, None, "enqueued", key=key))
         elif op.status == "fail":
             pass

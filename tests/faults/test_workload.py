@@ -15,6 +15,7 @@ import pytest
 from checker import KILLS, Report, check
 from history import Recorder, read
 from mutants import Mutant
+from psycopg.types.json import Jsonb
 from run import prepare, stored
 
 TOKEN_OF_AN_ATTEMPT = Mutant(
@@ -56,7 +57,7 @@ KEY_OF_WHAT_HAS_ENDED = Mutant(
       loop
     """,
 )
-KEY_OF_ANOTHER = Mutant("_add_unique", "= p_unique_key", "is not null")
+KEY_OF_ANOTHER = Mutant("_add_unique", '= p_unique_key collate "default"', "is not null")
 CANCEL_NOT_NOTED = Mutant("cancel_task", "and t.cancel_requested_at is null", "and false")
 PRUNE_WHAT_IS_YOUNG = Mutant(
     "prune_finished", "f.finished_at < v_kind.finished_before", "f.finished_at < v_now"
@@ -155,25 +156,30 @@ def test_killed_workers_are_missed_before_their_leases_end(
     rest = Recorder(tmp_path, "rest")
     [(now,)] = conn.execute("select date_part('epoch', clock_timestamp())")
     rest.note("clock", now)
-    clients.Producer(rest, dsn, "producer", deque()).batch([{"queue": "bulk"}] * KILLS)
-    with ExitStack() as presences:
+    query = "select pgsched.enqueue_task('noop', %s, 'bulk') from generate_series(1, %s)"
+    args = {"count": KILLS}
+    rest.call("enqueue", args, lambda tag: clients.column(conn, query, Jsonb({"tag": tag}), KILLS))
+    with ExitStack() as sessions:
         for recorder in recorders:
             name = recorder.process
-            worker = clients.PresentWorker(recorder, dsn, name)
-            presence = presences.enter_context(worker.connect())
+            worker = clients.PresentWorker(recorder, dsn, name, pooled=True)
+            sessions.enter_context(worker.conn)
+            presence = sessions.enter_context(worker.connect())
             worker.be_present(presence, name, worker.register(name, False))
             assert len(worker.claim("bulk", 1, 10.0, name)) == 1
-    for recorder in recorders:  # its presence has ended, with its session
+    for recorder in recorders:
         rest.note("ended", recorder.process)
         recorder.close()
-    other, left = clients.SqlWorker(rest, dsn, "other"), KILLS
-    while left:
-        other.reap()
-        held = other.claim("bulk", KILLS, 10.0)
-        other.complete(held)
-        left -= len(held)
-        time.sleep(0.1)
+    other, left = clients.SqlWorker(rest, dsn, "other", pooled=True), KILLS
+    with other.conn:
+        while left:
+            other.reap()
+            held = other.claim("bulk", KILLS, 10.0)
+            other.complete(held)
+            left -= len(held)
+            time.sleep(0.1)
     rest.close()
-    report = check(read(tmp_path), stored(conn))
+    with conn.transaction():
+        report = check(read(tmp_path), stored(conn))
     assert kinds == {violation.kind for violation in report.violations}
     assert dict.fromkeys((each.process for each in recorders), not kinds) == report.missed
