@@ -160,6 +160,21 @@ def test_a_queue_is_told_as_long_as_a_worker_says_that_it_listens(connect: Conne
     assert told() == []
 
 
+def test_saying_that_one_listens_waits_for_nobody_for_long(connect: Connect) -> None:
+    """Whoever registers deletes what others, not seen for long, listen to: until it commits."""
+    conn, other, worker = connect(), connect(), connect()
+    register = "select pgsched.register_worker(%s, array['mail'], 1)"
+    [(worker_id,)] = worker.execute(register, ["quiet"]).fetchall()
+    listen = "select pgsched.register_listener(%s, array['mail'])"
+    worker.execute(listen, [worker_id])
+    conn.execute("update pgsched.workers set seen_at = seen_at - interval '6 minutes'")
+    with other.transaction():
+        other.execute(register, ["other"])
+        assert oracle.outcome(lambda: worker.execute(listen, [worker_id])) == "55P03"
+    worker.execute(listen, [worker_id])
+    assert conn.execute("select queue from pgsched.listeners").fetchall() == [("mail",)]
+
+
 def test_notifications_of_a_queue_can_be_switched_off_and_on(connect: Connect) -> None:
     conn = connect()
     register(conn, "mail")
