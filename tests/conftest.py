@@ -4,6 +4,7 @@ The environment variable PGSCHED_PG_BIN chooses the server's version.
 """
 
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ from pgsched import loop
 from pgsched.embedded import Server
 
 _numbers = itertools.count(1)
+
+
+# Whoever starts the tests in the background may have switched it off, also for processes of theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

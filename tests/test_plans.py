@@ -157,9 +157,13 @@ def test_workers_that_register_at_once_never_deadlock(connect: Connect) -> None:
     sessions = [connect(options="-c deadlock_timeout=100ms") for _ in names]
 
     def register(session: psycopg.Connection, name: str) -> int:
-        [(worker_id,)] = session.execute(
-            "select pgsched.register_worker(%s, array['q'], 1)", [name]
-        )
+        query = "select pgsched.register_worker(%s, array['q'], 1)"
+        # Refused while another session is just removing the row.
+        while (
+            rows := oracle.outcome(lambda: session.execute(query, [name]).fetchall())
+        ) == "55P03":
+            pass
+        [(worker_id,)] = rows
         assert isinstance(worker_id, int)
         return worker_id
 
