@@ -57,8 +57,8 @@ def test_no_more_run_at_once_than_there_are_connections(dsn: str, conn: psycopg.
     connections: set[int] = set()
 
     def look() -> bool:
-        beside = {*sessions(conn, LISTENERS), *sessions(conn, PRESENCES)}
-        connections.update(set(sessions(conn)) - beside)
+        there = set(sessions(conn))  # first: what comes in between is not among them
+        connections.update(there - {*sessions(conn, LISTENERS), *sessions(conn, PRESENCES)})
         return count(conn, "completed") == len(ids)
 
     with running(worker):
