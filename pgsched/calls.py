@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from threading import Event
@@ -135,19 +135,19 @@ def connect(dsn: str, *, application_name: str = "pgsched") -> Connection:
         )
     except UnicodeError:
         raise InvalidArgument("dsn: the name of the host cannot be one") from None
-    _connections.add(connection)
+    not_for_children.add(connection)
     return connection
 
 
-_connections: WeakSet[Connection] = WeakSet()
+not_for_children: WeakSet[Any] = WeakSet()
+"""Connections and sockets, open or closed, that lead nowhere in a forked child."""
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: whatever it does with these connections does not reach the server."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for connection in _connections:
-        if not connection.closed:
-            os.dup2(nowhere, connection.fileno())
+    for each in not_for_children:
+        with suppress(psycopg.OperationalError, OSError):  # it is closed
+            os.dup2(nowhere, each.fileno())
     os.close(nowhere)
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from datetime import timedelta
 from functools import cache, lru_cache, partial
 from threading import Lock, Thread
 from typing import Any
-from weakref import WeakSet
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
@@ -259,7 +257,7 @@ class _Server(ThreadingWSGIServer):
         self.address_family, *_, address = found[0]
         super().__init__(address, _Request)
         self.set_app(page)
-        _servers.add(self)
+        calls.not_for_children.add(self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         self._clients[request] = None
@@ -283,14 +281,3 @@ class _Request(WSGIRequestHandler):
 
     def log_message(self, text: str, *values: Any) -> None:
         log.debug("metrics page: %s", text % values)
-
-
-_servers: WeakSet[_Server] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for server in _servers:
-        server.socket.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
