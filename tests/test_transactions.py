@@ -243,8 +243,8 @@ def test_the_effect_comes_once_although_the_connection_is_cut_at_the_commit(
 
 def transactional_sessions(conn: psycopg.Connection) -> list[int]:
     """The sessions that handlers were given."""
-    presences = sessions(conn, PRESENCES)
     idle = conn.execute("select pid from pg_stat_activity where state like 'idle in transaction%'")
+    presences = sessions(conn, PRESENCES)  # afterwards: none that has just come is missing
     return [pid for (pid,) in idle if pid not in presences]
 
 
