@@ -53,29 +53,13 @@ test-long: .venv/dev.done .venv/pgtap/pgtap.sql .venv/pgbouncer/pgbouncer ## the
 faults: .venv/dev.done .venv/pgbouncer/pgbouncer ## half an hour of work under faults, every task accounted for
 	@$(BIN)/python tests/faults/run.py $(FAULTS)
 
-# Until 0.1.0 is released, the first migration is the schema files in schema.sql's order.
-define initial
-{ \
-  echo "-- Everything pgsched is made of: its tables, views and functions."; \
-  echo "-- depends:"; \
-  echo; \
-  echo "-- Made from sql/schema/ by make migration: edit the files there."; \
-  awk '$$1 == "\\ir" { \
-    file = "sql/schema/" $$2; print ""; \
-    while ((got = (getline line < file)) > 0) print line; \
-    if (got < 0) { print "cannot read " file > "/dev/stderr"; exit 1 } \
-    close(file) }' sql/schema/schema.sql; \
-}
-endef
+migration: .venv/venv.done ## what changed in sql/schema/, into the newest migration
+	@echo "Writing the newest of sql/migrations/"
+	@$(BIN)/python sql/make_migration.py
 
-migration: ## sql/migrations/0001.initial.sql again, from sql/schema/
-	@echo "Writing sql/migrations/0001.initial.sql"
-	@new=$$($(initial)) && printf '%s\n' "$$new" > sql/migrations/0001.initial.sql
-
-check-migration:
-	@echo "Comparing sql/migrations/0001.initial.sql with sql/schema/"
-	@new=$$($(initial)) && printf '%s\n' "$$new" | diff -u sql/migrations/0001.initial.sql - || \
-	  { echo "They differ: run make migration." >&2; exit 1; }
+check-migration: .venv/venv.done
+	@echo "Comparing sql/migrations/ with sql/schema/"
+	@$(BIN)/python sql/make_migration.py --check
 
 clean: ## remove .venv and everything else that was built
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
