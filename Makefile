@@ -3,9 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Half of the tests' time is waiting, so they are more at once than there may be processors; files
+# in their order, in which a long one comes first.
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+
+# What make test-matrix is for; a Python that is not here is left out.
+POSTGRESQL ?= 14 15 16 17 18
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-metrics test-long faults migration check-migration clean
+.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-metrics test-long test-matrix coverage faults migration check-migration clean
 
 help: ## this list
 	@echo "pgsched: make ..."
@@ -36,7 +44,7 @@ pgtap: .venv/dev.done .venv/pgtap/pgtap.sql ## the SQL tests, on a private Postg
 
 pytest: .venv/dev.done .venv/pgtap/pgtap.sql ## the Python tests, on a private PostgreSQL
 	@echo "Running the Python tests (pytest)"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --junitxml .venv/pytest.xml
+	@$(BIN)/python -m pytest $(PARALLEL) --junitxml .venv/pytest.xml
 
 test-pgbouncer: .venv/dev.done .venv/pgbouncer/pgbouncer ## the tests through a transaction-mode pooler
 	@echo "Running the tests through PgBouncer (pytest)"
@@ -48,7 +56,14 @@ test-metrics: .venv/dev.done .venv/promtool/promtool ## the metrics, as Promethe
 
 test-long: .venv/dev.done .venv/pgtap/pgtap.sql .venv/pgbouncer/pgbouncer ## the tests that take long
 	@echo "Running the long tests (pytest)"
-	@$(BIN)/python -m pytest -m long
+	@$(BIN)/python -m pytest -m long $(PARALLEL)
+
+test-matrix: .venv/dev.done .venv/pgtap/pgtap.sql $(POSTGRESQL:%=.venv/postgresql/%/done) ## the tests on several versions of PostgreSQL and of Python
+	@$(BIN)/python tests/run_matrix.py --postgresql $(POSTGRESQL:%=.venv/postgresql/%) \
+	  --pythons $(PYTHONS) -- $(PARALLEL)
+
+coverage: .venv/dev.done .venv/pgtap/pgtap.sql .venv/plpgsql_check/done ## the tests on a server with plpgsql_check, and what code they run
+	@PGSCHED_PG_BIN=$(CURDIR)/.venv/plpgsql_check/bin $(BIN)/python tests/run_coverage.py $(PARALLEL)
 
 faults: .venv/dev.done .venv/pgbouncer/pgbouncer ## half an hour of work under faults, every task accounted for
 	@$(BIN)/python tests/faults/run.py $(FAULTS)
@@ -93,6 +108,16 @@ quietly = { $(1); } > .venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1;
 .venv/pgtap/pgtap.sql: pgtap/install.sh | .venv/venv.done
 	@echo "Fetching pgTAP into .venv/pgtap"
 	@sh pgtap/install.sh .venv/pgtap
+	@touch $@
+
+.venv/postgresql/%/done: tests/install_postgresql.sh | .venv/venv.done
+	@echo "Fetching PostgreSQL $* into .venv/postgresql/$*"
+	@PYTHON=$(BIN)/python sh tests/install_postgresql.sh .venv/postgresql/$* $*
+	@touch $@
+
+.venv/plpgsql_check/done: tests/install_plpgsql_check.sh tests/install_postgresql.sh | .venv/venv.done
+	@echo "Fetching PostgreSQL with plpgsql_check into .venv/plpgsql_check"
+	@PYTHON=$(BIN)/python sh tests/install_plpgsql_check.sh .venv/plpgsql_check
 	@touch $@
 
 .venv/pgbouncer/pgbouncer: tests/install_pgbouncer.sh | .venv/venv.done

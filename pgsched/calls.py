@@ -1,7 +1,8 @@
 """The SQL functions that the driver calls, one Python function each. No other SQL stands anywhere.
 
 All of them use the connection they are given and never commit. psycopg.Error passes through; what
-an SQLSTATE of pgsched's stands for is told by pgsched.errors.
+an SQLSTATE of pgsched's stands for is told by pgsched.errors. A function of PostgreSQL's that takes
+any type has its schema before it: on the search path there may be another that fits better.
 """
 
 import json
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from threading import Event
 from typing import Any
 from uuid import UUID
@@ -19,6 +21,7 @@ from weakref import WeakSet
 import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Conninfo
 from psycopg.rows import tuple_row
 
 from pgsched.errors import InvalidArgument, from_database
@@ -40,6 +43,8 @@ CONNECTION: dict[str, Any] = {
 }
 """libpq's connection parameters, where the DSN says nothing else."""
 
+OLDEST_SCHEMA, NEWEST_SCHEMA = "0001", "0002"
+"""The first migration that brings all that a worker calls, and this package's last one."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -115,8 +120,14 @@ def dsn_parameters(dsn: str) -> dict[str, Any]:
     """What a DSN says; InvalidArgument, which shows nothing of it, when libpq cannot read it."""
     try:
         return conninfo_to_dict(dsn)
-    except (psycopg.Error, UnicodeError):
-        raise InvalidArgument("dsn: neither a PostgreSQL URL nor key=value pairs") from None
+    except (psycopg.Error, UnicodeError) as error:
+        names = [option.keyword.decode() for option in Conninfo.get_defaults()]
+        word = str(error).strip().rpartition(' "')[2].strip('"')
+        # What is not nearly an option may be a piece of a password.
+        meant = [] if word in names else get_close_matches(word, names, 1, 0.8)
+        wrong = [f"no option {word}, perhaps {name}" for name in meant]
+        text = wrong[0] if wrong else "neither a PostgreSQL URL nor key=value pairs"
+        raise InvalidArgument(f"dsn: {text}") from None
 
 
 def connect(dsn: str, *, application_name: str = "pgsched") -> Connection:
@@ -328,10 +339,8 @@ def hold_task(conn: Connection, claim: Claim) -> None:
 def complete_task(conn: Connection, claim: Claim, result: str | None) -> None:
     """Complete the claim in the transaction of ``conn``; the result is JSON text."""
     conn.execute(
-        """
-        select pgsched.complete_task(
-                 p_id => %s::bigint, p_claim_token => %s, p_result => %s::jsonb)
-        """,
+        "select pgsched.complete_task(p_id => %s::bigint, p_claim_token => %s,"
+        " p_result => %s::jsonb)",
         (claim.id, claim.token, result),
     )
 
@@ -355,10 +364,8 @@ def register_worker(
 ) -> int:
     """Id of the worker's row; repeated about every minute, and when ``presence`` changed."""
     [(worker_id,)] = conn.execute(
-        """
-        select pgsched.register_worker(
-                 p_name => %s, p_queues => %s::text[], p_slots => %s::integer, p_presence => %s)
-        """,
+        "select pgsched.register_worker(p_name => %s, p_queues => %s::text[],"
+        " p_slots => %s::integer, p_presence => %s)",
         (name, list(queues), slots, presence),
     )
     return int(worker_id)
@@ -399,7 +406,8 @@ def is_pooled(conn: Connection) -> bool:
 def queue_stats(conn: Connection) -> list[Document]:
     """One for each queue that has settings, live tasks or dead letters. Counts stop at 10,000."""
     rows = conn.execute(
-        "select to_json(s), date_part('epoch', s.oldest_due_age) from pgsched.queue_stats() as s"
+        "select pg_catalog.to_json(s), date_part('epoch', s.oldest_due_age)"
+        " from pgsched.queue_stats() as s"
     )
     return [queue | {"oldest_due_age": age} for queue, age in rows]
 
@@ -408,8 +416,8 @@ def database_stats(conn: Connection) -> DatabaseStats:
     """By one statement."""
     rows = conn.execute(
         """
-        select to_json(v), date_part('epoch', v.oldest_snapshot_age),
-               to_json(s), date_part('epoch', s.oldest_due_age)
+        select pg_catalog.to_json(v), date_part('epoch', v.oldest_snapshot_age),
+               pg_catalog.to_json(s), date_part('epoch', s.oldest_due_age)
           from pgsched.server_stats() as v
           left join pgsched.queue_stats() as s on true
         """
@@ -434,16 +442,14 @@ def get_task(conn: Connection, task_id: int) -> tuple[Document, str, str | None]
     """What there is of a task, with times in UTC, and its payload and result as JSON text."""
     [(_, task, payload, result)] = conn.execute(
         """
-        select set_config('timezone', 'UTC', true), json_build_object(
-                 'id', t.id, 'queue', t.queue, 'task_type', t.task_type, 'status', t.status,
-                 'priority', t.priority, 'attempt', t.attempt, 'max_attempts', t.max_attempts,
-                 'now', clock_timestamp(), 'run_at', t.run_at, 'created_at', t.created_at,
-                 'claimed_by', t.claimed_by, 'claimed_at', t.claimed_at,
-                 'lease_expires_at', t.lease_expires_at, 'finished_at', t.finished_at,
-                 'cancel_requested_at', t.cancel_requested_at, 'unique_key', t.unique_key,
-                 'concurrency_key', t.concurrency_key, 'last_error', t.last_error),
+        select set_config('timezone', 'UTC', true), pg_catalog.to_json(r),
                t.payload::text, t.result::text
-          from pgsched.get_task(p_id => %s::bigint) as t
+          from pgsched.get_task(p_id => %s::bigint) as t,
+               lateral (
+                 select t.id, t.queue, t.task_type, t.status, t.priority, t.attempt,
+                        t.max_attempts, clock_timestamp() as now, t.run_at, t.created_at,
+                        t.claimed_by, t.claimed_at, t.lease_expires_at, t.finished_at,
+                        t.cancel_requested_at, t.unique_key, t.concurrency_key, t.last_error) as r
         """,
         (task_id,),
     )
@@ -453,7 +459,7 @@ def get_task(conn: Connection, task_id: int) -> tuple[Document, str, str | None]
 def list_workers(conn: Connection) -> list[Document]:
     """One for each worker, with times in UTC; ``seen_age`` in seconds."""
     rows = conn.execute(
-        "select set_config('timezone', 'UTC', true), to_json(w),"
+        "select set_config('timezone', 'UTC', true), pg_catalog.to_json(w),"
         " date_part('epoch', clock_timestamp() - w.seen_at) from pgsched.list_workers() as w"
     )
     return [worker | {"seen_age": age} for _, worker, age in rows]
@@ -462,14 +468,16 @@ def list_workers(conn: Connection) -> list[Document]:
 def recent_rates(conn: Connection, seconds: int) -> list[Document]:
     """What ended in the last seconds, by queue. Counts stop at 10,000."""
     rows = conn.execute(
-        "select to_json(r) from pgsched.recent_rates(p_seconds => %s::integer) as r", (seconds,)
+        "select pg_catalog.to_json(r) from pgsched.recent_rates(p_seconds => %s::integer) as r",
+        (seconds,),
     )
     return [rate for (rate,) in rows]
 
 
 def diagnose(conn: Connection) -> list[Document]:
     """What was found, each with check_name, level, finding and advice."""
-    return [found for (found,) in conn.execute("select to_json(d) from pgsched.diagnose() as d")]
+    rows = conn.execute("select pg_catalog.to_json(d) from pgsched.diagnose() as d")
+    return [found for (found,) in rows]
 
 
 def cancel_task(conn: Connection, task_id: int) -> str:
@@ -499,19 +507,28 @@ def maintain(conn: Connection) -> dict[str, int | None]:
     return dict(conn.execute("select m.step, m.affected from pgsched.maintain() as m").fetchall())
 
 
+def grant_access(conn: Connection, role: str, kind: str) -> None:
+    """Let a role call what a producer, worker, observer or admin calls."""
+    conn.execute("select pgsched.grant_access(p_role => %s, p_kind => %s)", (role, kind))
+
+
+def revoke_access(conn: Connection, role: str, kind: str) -> None:
+    """Take that back, but what another kind needs that the role has."""
+    conn.execute("select pgsched.revoke_access(p_role => %s, p_kind => %s)", (role, kind))
+
+
 RIGHTS = """
-select quote_ident(current_user), has_schema_privilege(n.oid, 'usage'),
+select quote_literal(current_user), has_schema_privilege(n.oid, 'usage'),
        array(select p.proname::text
                from pg_proc as p
-              where p.pronamespace = n.oid and p.proname not like '\\_%'
-                and not has_function_privilege(p.oid, 'execute')
-              order by p.proname)
+              where p.pronamespace = n.oid and has_function_privilege(p.oid, 'execute'))
   from (select to_regnamespace('pgsched')) as n (oid)
 """
 """By the catalog: whose rights are in question may be unable to call any function of pgsched."""
 
 
-def missing_rights(conn: Connection) -> tuple[str, bool | None, list[str]]:
-    """This role; whether it may use the schema, None: there is none; what it may not call."""
+def rights(conn: Connection) -> tuple[str, bool | None, list[str]]:
+    """This role, as SQL writes it; whether it may use the schema, None: there is none; what it may
+    call."""
     [(role, usage, functions)] = conn.execute(RIGHTS)
     return role, usage, functions

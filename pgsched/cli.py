@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +19,9 @@ import psycopg
 from pgsched import calls, top
 from pgsched.doctor import examine
 from pgsched.errors import PgschedError, TaskNotFound, WrongState
-from pgsched.migrate import MigrationError, migrate
-from pgsched.text import ascii_json, explained, plain
+from pgsched.migrate import EXIT_CODES, MigrationError, migrate
+from pgsched.schema import script, uninstall
+from pgsched.text import ascii_json, count, explained, plain
 from pgsched.worker import Worker
 
 TASK_ID = click.IntRange(-(2**63), 2**63 - 1)
@@ -32,7 +34,7 @@ WIDE = 10_000
 
 
 class _Group(click.Group):
-    """Every expected error is one line on stderr and exit code 1."""
+    """Every expected error is one line on stderr and exit code 1, of `migrate` its own one."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -41,7 +43,10 @@ class _Group(click.Group):
             # Who has read enough of the output wants no word of it.
             if ctx.params["debug"] or isinstance(error, BrokenPipeError):
                 raise
-            raise click.ClickException(explained(error)) from error
+            click.echo(f"Error: {explained(error)}", err=True)
+            known = EXIT_CODES if ctx.invoked_subcommand == "migrate" else {}
+            codes = [code for kind, code in known.items() if isinstance(error, kind)]
+            raise SystemExit(codes[0] if codes else 1) from error
 
 
 dsn_option = click.option(
@@ -59,6 +64,9 @@ json_option = click.option(
     callback=lambda context, _, as_json: setattr(context, "obj", as_json),
     help="Print one JSON document instead of text.",
 )
+
+
+_seconds = partial(click.option, type=click.FloatRange(min=0), metavar="SECONDS")
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,11 +96,49 @@ def _print(document: Any, lines: Iterable[str], *, failed: bool = False) -> None
 
 
 @_command("migrate")
-def migrate_command(dsn: str) -> None:
+@click.option("--to", metavar="N", help="The last migration to apply: its number or id.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be applied.")
+@_seconds("--lock-timeout", default=10, show_default=True, help="For locks that others hold.")
+def migrate_command(dsn: str, to: str | None, dry_run: bool, lock_timeout: float) -> None:
     """Install schema pgsched in a database, or bring it up to date."""
-    applied = migrate(dsn)
-    lines = [f"applied {migration_id}" for migration_id in applied]
-    _print({"applied": applied}, lines or ["nothing to do: the schema is up to date"])
+    ids = migrate(dsn, to=to, dry_run=dry_run, lock_timeout=lock_timeout)
+    lines = [f"{'would apply' if dry_run else 'applied'} {migration_id}" for migration_id in ids]
+    nothing = f"nothing to do: the schema is {'up to date' if to is None else f'at {to} or later'}"
+    _print({"pending" if dry_run else "applied": ids}, lines or [nothing])
+
+
+@main.command("sql")
+@click.option("--from", "after", metavar="N", help="Only the migrations after this number or id.")
+def sql_command(after: str | None) -> None:
+    """Print what migrate would install, as one SQL script for psql and other tools."""
+    # In UTF-8, whatever the terminal's character set; by lines, since output without a buffer says
+    # nothing when only the beginning of a long write got through.
+    for line in script(after).splitlines(keepends=True):
+        click.echo(line.encode(), nl=False)
+
+
+@_command("uninstall")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def uninstall_command(dsn: str, yes: bool) -> None:
+    """Remove schema pgsched with all its tasks, and nothing else. Asks first."""
+    removed = uninstall(dsn, None if yes else _ask)
+    done = removed and f"removed schema pgsched from database {removed['database']}"
+    _print({"removed": removed}, [done or "nothing to do: there is no schema pgsched"])
+
+
+def _ask(there: dict[str, Any]) -> None:
+    """Return if somebody at a terminal types the name of the database."""
+    if not (sys.stdin and sys.stdin.isatty()):
+        raise click.ClickException("nothing was removed: there is no terminal to ask at, say --yes")
+    database = plain(there["database"])
+    click.echo(
+        f"Database {database} at {plain(there['server'])}, schema {there['schema'] or 'empty'}:"
+        f" {count(there['live'])} live and {count(there['finished'])} finished tasks,"
+        f" {there['workers']} workers seen within 2 minutes. All of it will be removed.",
+        err=True,
+    )
+    if click.prompt("To go on, type the name of the database", err=True) != database:
+        raise click.ClickException("nothing was removed: that is not its name")
 
 
 @main.command("worker")
@@ -158,7 +204,7 @@ def _load(app: str) -> Worker:
 @click.argument("task_type")
 @click.argument("payload", default="{}")
 @click.option("--queue", default="default", show_default=True)
-@click.option("--delay", type=float, metavar="SECONDS", help="Not before this long from now.")
+@_seconds("--delay", help="Not before this long from now.")
 @click.option("--priority", type=int, default=5, show_default=True, help="0 (first) to 9 (last).")
 @click.option("--max-attempts", type=int, help="Default: the queue's, else 20.")
 @click.option("--unique-key", help="Add nothing while a live task of the queue has this key.")
@@ -193,7 +239,7 @@ def status_command(dsn: str) -> None:
 
 
 @_command("top")
-@click.option("--interval", type=float, metavar="SECONDS", default=2, show_default=True)
+@_seconds("--interval", default=2, show_default=True)
 def top_command(dsn: str, interval: float) -> None:
     """Watch queues and workers, until q is pressed.
 
@@ -306,6 +352,26 @@ def maintain_command(dsn: str) -> None:
         steps = calls.maintain(connection)
     lines = [f"{step}: {'not now' if done is None else done}" for step, done in steps.items()]
     _print(steps, lines)
+
+
+@_command("grant")
+@click.argument("kind")
+@click.argument("role")
+@click.option("--revoke", is_flag=True, help="Take it back.")
+def grant_command(dsn: str, kind: str, role: str, revoke: bool) -> None:
+    """Let a role do what a producer, worker, observer or admin does.
+
+    \b
+    producer  enqueue
+    worker    worker, reap, maintain, doctor
+    observer  status, top, show, doctor
+    admin     all of these, and retry, cancel, pause, resume
+    """
+    change = calls.revoke_access if revoke else calls.grant_access
+    with calls.connect(dsn) as connection:
+        change(connection, role, kind)
+    said = f"Role {role}: access as {kind} {'revoked' if revoke else 'granted'}."
+    _print({"role": role, "kind": kind, "granted": not revoke}, [said])
 
 
 @_command("doctor")

@@ -5,14 +5,16 @@ import logging
 import random
 import selectors
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import psycopg
 
 from pgsched import calls
 from pgsched.calls import Connection
 from pgsched.errors import PgschedError
+from pgsched.handlers import spawn
 
 RETRY_SECONDS = 2.0
 """At most before the connection is made again. Less than the 5 seconds for which reap_stale waits
@@ -26,25 +28,24 @@ def backoff(failures: int, longest: float) -> float:
     return min(0.1 * 2.0 ** min(failures, 16), longest) * random.uniform(0.5, 1.0)
 
 
+@dataclass(eq=False)
 class Direct:
     """A connection and a thread that sees to it. Never raises: without it, the worker does less.
 
     ``active``: whether the connection is there now and does what it is for.
     """
 
-    purpose: str
-    instead: str
+    purpose: ClassVar[str]
+    instead: ClassVar[str]
     """What remains behind a pooler."""
 
-    def __init__(self, dsn: str, name: str) -> None:
-        self._dsn = dsn
-        self._name = name
+    dsn: str = field(repr=False)
+    name: str
+
+    def __post_init__(self) -> None:
         self.active = False
         self._stop, self._stopped = socket.socketpair()
-        self._thread = threading.Thread(
-            target=self._run, name=f"pgsched-{self.purpose}", daemon=True
-        )
-        self._thread.start()
+        self._thread = spawn(self._run, f"pgsched-{self.purpose}")
 
     def close(self) -> None:
         """End it, at once unless it is just connecting."""
@@ -90,9 +91,9 @@ class Direct:
 
     def _attend(self) -> None:
         """Until the end, or at once when a pooler is in the way; raises when it breaks."""
-        name = f"pgsched {self._name} {self.purpose}"
+        name = f"pgsched {self.name} {self.purpose}"
         with (
-            calls.connect(self._dsn, application_name=name) as connection,
+            calls.connect(self.dsn, application_name=name) as connection,
             selectors.DefaultSelector() as selector,
         ):
             if calls.is_pooled(connection):
@@ -111,6 +112,7 @@ class Direct:
                     self._notified(notification.channel)
 
 
+@dataclass(eq=False)
 class Listener(Direct):
     """Hears of new tasks, so that an idle worker need not wait to poll.
 
@@ -120,23 +122,20 @@ class Listener(Direct):
     purpose = "listener"
     instead = "polling only"
 
-    def __init__(
-        self, dsn: str, name: str, queues: Sequence[str], heard: Callable[[str], None]
-    ) -> None:
-        self._queues = queues
-        self._heard = heard
-        super().__init__(dsn, name)
+    queues: Sequence[str]
+    heard: Callable[[str], None]
 
     def _begin(self, connection: Connection) -> None:
-        self._channels = {calls.listen(connection, queue): queue for queue in self._queues}
+        self._channels = {calls.listen(connection, queue): queue for queue in self.queues}
         # What came while nobody listened.
-        for queue in self._queues:
-            self._heard(queue)
+        for queue in self.queues:
+            self.heard(queue)
 
     def _notified(self, channel: str) -> None:
-        self._heard(self._channels[channel])
+        self.heard(self._channels[channel])
 
 
+@dataclass(eq=False)
 class Presence(Direct):
     """Holds the worker's presence: when the process dies, others need not wait for its leases.
 
@@ -146,16 +145,12 @@ class Presence(Direct):
     purpose = "presence"
     instead = "recovery by leases only"
 
-    def __init__(
-        self, dsn: str, name: str, worker_id: int, changed: Callable[[bool], None]
-    ) -> None:
-        self._worker_id = worker_id
-        self._changed = changed
-        super().__init__(dsn, name)
+    worker_id: int
+    changed: Callable[[bool], None]
 
     def _begin(self, connection: Connection) -> None:
-        calls.hold_presence(connection, self._worker_id)
-        self._changed(True)
+        calls.hold_presence(connection, self.worker_id)
+        self.changed(True)
 
     def _lost(self) -> None:
-        self._changed(False)
+        self.changed(False)

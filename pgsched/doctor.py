@@ -6,12 +6,12 @@ from importlib.metadata import version
 import psycopg
 
 from pgsched import calls
-from pgsched.calls import Connection, Document
-from pgsched.migrate import MIGRATIONS
+from pgsched.calls import NEWEST_SCHEMA, Connection, Document
+from pgsched.migrate import OLDEST
 from pgsched.text import explained
 
-OLDEST, NEWEST = 14, 18
-"""PostgreSQL's major versions that pgsched is tested with."""
+NEWEST = 18
+"""PostgreSQL's newest major version that pgsched is tested with."""
 
 
 def _found(check_name: str, level: str, finding: str, advice: str | None = None) -> Document:
@@ -49,24 +49,20 @@ def _server(connection: Connection) -> Iterator[Document]:
 
 
 def _schema(connection: Connection) -> Iterator[Document]:
-    role, usage, missing = calls.missing_rights(connection)
+    role, usage, allowed = calls.rights(connection)
     if usage is None:
         yield _found("schema", "error", "There is no schema pgsched.", "Run pgsched migrate.")
         return
-    grants = "" if usage else f" grant usage on schema pgsched to {role};"
-    if missing:
-        functions = ", ".join(f"pgsched.{name}" for name in missing)
-        grants += f" grant execute on routine {functions} to {role};"
-    if grants:
-        lacks = f"EXECUTE on {len(missing)} functions" if usage else "USAGE on schema pgsched"
-        level = "note" if usage and "diagnose" not in missing else "error"
-        yield _found("rights", level, f"Role {role} lacks {lacks}.", f"If it should:{grants}")
-    if usage and "schema_version" not in missing:
+    if not usage or "diagnose" not in allowed:
+        lacks = "EXECUTE on diagnose" if usage else "USAGE on schema pgsched"
+        kind = "worker" if "claim_task" in allowed else "observer"
+        grant = f"As the owner of the schema: select pgsched.grant_access({role}, '{kind}')"
+        yield _found("rights", "error", f"Role {role} lacks {lacks}.", grant)
+    if usage and "schema_version" in allowed:
         there = calls.schema_version(connection)
-        known = max(path.name for path in MIGRATIONS.glob("*.sql")).partition(".")[0]
-        level = "ok" if there == known else "warning"
-        cure = "Run pgsched migrate." if there < known else "Upgrade the package."
-        what = f"It is at {there}, and this package is made for {known}."
+        level = "ok" if there == NEWEST_SCHEMA else "warning"
+        cure = "Run pgsched migrate." if there < NEWEST_SCHEMA else "Upgrade the package."
+        what = f"It is at {there}, and this package is made for {NEWEST_SCHEMA}."
         yield _found("schema", level, what, None if level == "ok" else cure)
-    if usage and "diagnose" not in missing:
+    if usage and "diagnose" in allowed:
         yield from calls.diagnose(connection)

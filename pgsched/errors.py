@@ -26,7 +26,7 @@ class WrongState(PgschedError):
 
 
 class SchemaError(PgschedError):
-    """Schema pgsched is not in this database, or this role may not use it."""
+    """Schema pgsched is not in this database, or too old, or this role may not use it."""
 
 
 _BY_SQLSTATE: dict[str | None, type[PgschedError]] = {

@@ -95,33 +95,35 @@ def error_text(error: BaseException) -> str:
     return text[:ERROR_LENGTH].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
+def spawn(target: Callable[[], None], name: str) -> threading.Thread:
+    """A thread that does not keep the process from ending."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(eq=False)
 class Executor:
     """Runs the handlers of claims, ``concurrency`` at once, of those that take a connection as many
     as there are of these; further ones wait for their turn.
 
-    ``running``: handlers that run. ``waiting``: claims whose handler has not begun, and since when
-    they wait, by time.monotonic(). ``deadlines``: when handlers with a timeout are to end, by
-    token. ``done`` is called from the thread that ran the handler, which runs in a context that
-    ``timed`` makes. A handler that never ends does not keep the process from ending.
+    ``running``: handlers that run. ``waiting``: claims whose handler has not begun, the oldest
+    first. ``deadlines``: when handlers with a timeout are to end, by token. ``done`` is called from
+    the thread that ran the handler, which runs in a context that ``timed`` makes. A handler that
+    never ends does not keep the process from ending.
     """
 
-    def __init__(
-        self,
-        handlers: Mapping[str, Handler],
-        concurrency: int,
-        transactions: Transactions,
-        done: Callable[[Outcome], None],
-        timed: Callable[[Claim], AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
-        self._handlers = handlers
-        self._concurrency = concurrency
-        self._transactions = transactions
-        self._done = done
-        self._timed = timed
+    handlers: Mapping[str, Handler]
+    concurrency: int
+    transactions: Transactions
+    done: Callable[[Outcome], None]
+    timed: Callable[[Claim], AbstractContextManager[object]] = contextlib.nullcontext
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self.running = 0
         self._in_transaction = 0
-        self.waiting: dict[UUID, tuple[Claim, float]] = {}
+        self.waiting: dict[UUID, Claim] = {}
         self.deadlines: dict[UUID, float] = {}
         self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
         self._spawned = 0
@@ -134,20 +136,20 @@ class Executor:
     @property
     def out_of_connections(self) -> bool:
         """Whether a handler that takes one would have to wait."""
-        return self._in_transaction >= self._transactions.limit
+        return self._in_transaction >= self.transactions.limit
 
     def start(self, claim: Claim) -> None:
         """Run the handler of a claim, whose type has one, now or when it is its turn."""
         with self._lock:
             if not self._enter(claim):
-                self.waiting[claim.token] = claim, time.monotonic()
+                self.waiting[claim.token] = claim
                 return
         self._launch(claim)
 
     def withdraw(self) -> list[Claim]:
         """The claims whose handlers have not begun, and will not begin now."""
         with self._lock:
-            claims = [claim for claim, _ in self.waiting.values()]
+            claims = list(self.waiting.values())
             self.waiting.clear()
         return claims
 
@@ -171,12 +173,12 @@ class Executor:
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._begin_end)
             self._loop_thread.join(2 * CANCEL_SECONDS)
-        self._transactions.close()
+        self.transactions.close()
 
     def _enter(self, claim: Claim) -> bool:
         """Whether the handler may begin now; it counts as running then."""
-        takes_connection = self._handlers[claim.task_type].takes_connection
-        if self.running >= self._concurrency or (takes_connection and self.out_of_connections):
+        takes_connection = self.handlers[claim.task_type].takes_connection
+        if self.running >= self.concurrency or (takes_connection and self.out_of_connections):
             return False
         self.running += 1
         self._in_transaction += takes_connection
@@ -184,26 +186,26 @@ class Executor:
 
     def _leave(self, claim: Claim) -> None:
         self.running -= 1
-        self._in_transaction -= self._handlers[claim.task_type].takes_connection
+        self._in_transaction -= self.handlers[claim.task_type].takes_connection
 
     def _launch(self, claim: Claim) -> None:
         """Hand a claim, which counts as running, to a thread or to the event loop."""
-        handler = self._handlers[claim.task_type]
+        handler = self.handlers[claim.task_type]
         try:
             with self._lock:
                 if handler.is_coroutine:
                     if self._loop is None:
                         self._loop = asyncio.new_event_loop()
                     if self._loop_thread is None:
-                        self._loop_thread = self._spawn(self._run_loop, "pgsched-loop")
-                elif not self._idle.acquire(blocking=False) and self._spawned < self._concurrency:
-                    self._spawn(self._run_functions, "pgsched-handler")
+                        self._loop_thread = spawn(self._run_loop, "pgsched-loop")
+                elif not self._idle.acquire(blocking=False) and self._spawned < self.concurrency:
+                    spawn(self._run_functions, "pgsched-handler")
                     self._spawned += 1
         except (RuntimeError, OSError) as error:
             log.error("cannot start a handler, left to other workers: error=%r", str(error))
             with self._lock:
                 self._leave(claim)
-            self._done(elsewhere(claim))
+            self.done(elsewhere(claim))
             return
         if handler.timeout is not None:
             self.deadlines[claim.token] = time.monotonic() + handler.timeout
@@ -218,22 +220,16 @@ class Executor:
         self.deadlines.pop(outcome.claim.token, None)
         with self._lock:
             self._leave(outcome.claim)
-            waiting = (claim for claim, _ in self.waiting.values())
-            following = next(filter(self._enter, waiting), None)
+            following = next(filter(self._enter, self.waiting.values()), None)
             if following is not None:
                 del self.waiting[following.token]
         if following is not None:
             self._launch(following)
-        self._done(outcome)
-
-    def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        thread.start()
-        return thread
+        self.done(outcome)
 
     def _run_functions(self) -> None:
         while claim := self._work.get():
-            handler = self._handlers[claim.task_type]
+            handler = self.handlers[claim.task_type]
             if handler.takes_connection:
                 outcome = self._run_in_transaction(claim, handler)
             else:
@@ -242,7 +238,7 @@ class Executor:
             self._end(outcome)
 
     def _call(self, claim: Claim, handler: Handler, *more: Any) -> str | None:
-        with self._timed(claim):
+        with self.timed(claim):
             return call(claim, handler, *more)
 
     def _run_in_transaction(self, claim: Claim, handler: Handler) -> Outcome:
@@ -253,7 +249,7 @@ class Executor:
             return result
 
         try:
-            self._transactions.run(claim, work)
+            self.transactions.run(claim, work)
             return Outcome(claim, "recorded")
         except NotBegun as error:
             log.warning("no transaction: task=%d error=%r", claim.id, str(error.__cause__).strip())
@@ -282,8 +278,8 @@ class Executor:
         asyncio.get_running_loop().stop()
 
     async def _await(self, claim: Claim) -> Outcome:
-        with self._timed(claim):
-            return await run_coroutine(claim, self._handlers[claim.task_type])
+        with self.timed(claim):
+            return await run_coroutine(claim, self.handlers[claim.task_type])
 
     def _start_coroutine(self, claim: Claim) -> None:
         coroutine = asyncio.get_running_loop().create_task(self._await(claim))
@@ -292,11 +288,8 @@ class Executor:
         def ended(coroutine: asyncio.Task[Outcome]) -> None:
             del self._coroutines[claim.token]
             # Cancelled before its first step, it could not make an outcome of that itself.
-            self._end(
-                _ended_by(claim, asyncio.CancelledError())
-                if coroutine.cancelled()
-                else coroutine.result()
-            )
+            early = coroutine.cancelled()
+            self._end(_ended_by(claim, asyncio.CancelledError()) if early else coroutine.result())
 
         coroutine.add_done_callback(ended)
 
@@ -369,13 +362,11 @@ def _ended_by(claim: Claim, error: BaseException) -> Outcome:
                 delay = error.delay if isinstance(error.delay, timedelta) else None
         if isinstance(error, Snooze) and delay is not None:
             return Outcome(claim, "released", delay=delay)
-        if not (
-            claim.cancelled.is_set() and isinstance(error, asyncio.CancelledError | TimeoutError)
-        ):
+        stopped = isinstance(error, asyncio.CancelledError | TimeoutError)
+        if not (stopped and claim.cancelled.is_set()):
             _log_failure(claim, error)
-        if isinstance(error, Retry):
-            return Outcome(claim, "failed", error=error_text(error), delay=delay)
-        return Outcome(claim, "failed", error=error_text(error), permanent=isinstance(error, Fail))
+        permanent = isinstance(error, Fail)
+        return Outcome(claim, "failed", error=error_text(error), delay=delay, permanent=permanent)
     except BaseException:
         return Outcome(claim, "failed", error="an exception that cannot be read")
 
@@ -384,9 +375,6 @@ def _log_failure(claim: Claim, error: BaseException) -> None:
     """Says where it came from, not its message, which may quote the payload: see last_error."""
     frames = [] if isinstance(error, Fail | Retry) else traceback.extract_tb(error.__traceback__)
     own = takewhile(lambda frame: Path(frame.filename).parent == Path(__file__).parent, frames)
-    text = "".join(traceback.format_list(frames[len(list(own)) :])).rstrip()
-    log.warning(
-        "attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s",
-        *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__),
-        f"\n{text}" if text else "",
-    )
+    where = "".join(["\n", *traceback.format_list(frames[len(list(own)) :])]).rstrip()
+    told = claim.id, claim.task_type, claim.attempt, claim.max_attempts, type(error).__name__
+    log.warning("attempt failed: task=%d task_type=%s attempt=%d/%d error=%s%s", *told, where)

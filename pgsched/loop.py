@@ -5,7 +5,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from queue import Empty
 from typing import TypeVar
@@ -14,9 +15,9 @@ from uuid import UUID
 import psycopg
 
 from pgsched import calls
-from pgsched.calls import Claim, Connection
+from pgsched.calls import NEWEST_SCHEMA, OLDEST_SCHEMA, Claim, Connection
 from pgsched.direct import Listener, Presence, backoff
-from pgsched.errors import PgschedError
+from pgsched.errors import PgschedError, SchemaError
 from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text, soon
 from pgsched.metrics import Metrics, Timed
 from pgsched.transactions import Transactions
@@ -95,40 +96,35 @@ class Share:
     empty: bool = False
 
 
+@dataclass(eq=False)
 class Loop:
     """Runs once, in one thread; all it hears from others comes through its inbox."""
 
-    def __init__(
-        self,
-        settings: Worker,
-        name: str,
-        handlers: Mapping[str, Handler],
-        metrics: Metrics,
-        inbox: Inbox,
-        *,
-        drain: bool,
-    ) -> None:
-        self._settings = settings
-        self._name = name
+    settings: Worker
+    name: str
+    handlers: Mapping[str, Handler]
+    metrics: Metrics
+    inbox: Inbox
+    _: KW_ONLY
+    drain: bool
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         self._lease = timedelta(seconds=settings.lease)
         self._longest_wait = min(RETRY_SECONDS, settings.lease / 6)
-        self._handlers = handlers
-        self._metrics = metrics
-        self._inbox = inbox
-        self._drain = drain
         self._stopping = False
-        self._transactions = Transactions(settings.dsn, name, settings.connections)
-        self._executor = Executor(
-            handlers, settings.concurrency, self._transactions, inbox.put, metrics.handling
-        )
-        metrics.slots(lambda: settings.concurrency)
-        metrics.busy(lambda: self.running)
-        metrics.prefetched(lambda: len(self._executor.waiting))
+        self._transactions = Transactions(settings.dsn, self.name, settings.connections)
+        slots, put, handling = settings.concurrency, self.inbox.put, self.metrics.handling
+        self._executor = Executor(self.handlers, slots, self._transactions, put, handling)
+        self.metrics.slots(lambda: settings.concurrency)
+        self.metrics.busy(lambda: self.running)
+        self.metrics.prefetched(lambda: len(self._executor.waiting))
         # From claim_task's answer until the database accepted the outcome. By token: the same task
         # may be claimed again while a lost claim's handler still runs.
         self._held: dict[UUID, Claim] = {}
         self._unreported: dict[UUID, Outcome] = {}
         self._worker_id: int | None = None
+        self._schema_checked = False
         self._unknown_types: set[str] = set()
         now = time.monotonic()
         self._rate = 0.0
@@ -151,7 +147,7 @@ class Loop:
         self._steps = (
             self._extension,
             Step(self._time_out, lambda: bool(self._executor.deadlines), now),
-            Step(self._give_back, lambda: bool(self._executor.waiting) and not drain, now),
+            Step(self._give_back, lambda: bool(self._executor.waiting) and not self.drain, now),
             Step(self._report, lambda: bool(self._unreported), now),
             self._registration,
             Step(self._announce, lambda: not self._stopping, now),
@@ -168,13 +164,14 @@ class Loop:
     @property
     def unready(self) -> str:
         """Why it can do nothing now, if so."""
-        in_touch = time.monotonic() < self._in_touch_at + IN_TOUCH_SECONDS
-        return "" if in_touch else "the database does not answer"
+        if time.monotonic() >= self._in_touch_at + IN_TOUCH_SECONDS:
+            return "the database does not answer"
+        return "claims are refused" if self._claiming.failures else ""
 
     def run(self) -> None:
         """Until stopped or, when it drains, nothing is due; see Worker.run."""
-        queues, types = ",".join(self._shares), ",".join(self._handlers)
-        log.info("started: worker=%s queues=%s task_types=%s", self._name, queues, types)
+        queues, types = ",".join(self._shares), ",".join(self.handlers)
+        log.info("started: worker=%s queues=%s task_types=%s", self.name, queues, types)
         connection: Connection | None = None
         deadline: float | None = None
         failures = 0
@@ -183,8 +180,8 @@ class Loop:
             self._receive(wait)
             if self._stopping:
                 if deadline is None:
-                    deadline = time.monotonic() + self._settings.grace
-                    log.info("stopping: worker=%s running=%d", self._name, self.running)
+                    deadline = time.monotonic() + self.settings.grace
+                    log.info("stopping: worker=%s running=%d", self.name, self.running)
                     self._withdraw()
                 if not (self._held or self.running) or time.monotonic() >= deadline:
                     break
@@ -199,19 +196,16 @@ class Loop:
             except Exception as error:
                 wait = backoff(failures, self._longest_wait)
                 failures, self._in_touch_at = failures + 1, -math.inf
-                log.warning(
-                    "database: error=%r retry_in=%.1fs",
-                    *(_first_line(error), wait),
-                    exc_info=not isinstance(error, psycopg.Error),
-                )
+                text, unexpected = _first_line(error), not isinstance(error, psycopg.Error)
+                log.warning("database: error=%r retry_in=%.1fs", text, wait, exc_info=unexpected)
                 if connection is not None:
-                    self._metrics.reconnects(1)
+                    self.metrics.reconnects(1)
                     connection.close()
                     connection = None
             if deadline is not None:
                 left = deadline - time.monotonic()
                 wait = min(wait, left) if self._held or self.running else 0.0
-            elif self._drain and not self._held and self._all_empty():
+            elif self.drain and not self._held and self._all_empty():
                 self._stopping, wait = True, 0.0
         if self._held:
             ids = ",".join(str(claim.id) for claim in self._held.values())
@@ -222,22 +216,22 @@ class Loop:
             if direct is not None:
                 direct.close()
         self._executor.close()
-        log.info("stopped: worker=%s", self._name)
+        log.info("stopped: worker=%s", self.name)
 
     def _connect(self) -> Connection:
-        connection = calls.connect(self._settings.dsn, application_name=f"pgsched {self._name}")
-        if self._worker_id is None:
+        connection = calls.connect(self.settings.dsn, application_name=f"pgsched {self.name}")
+        if not self._schema_checked:  # one that goes away later may come back
             try:
                 with calls.translated():
-                    calls.schema_version(connection)
+                    _check_schema(calls.schema_version(connection))
             except Exception:
                 connection.close()
                 raise
-        log.info("connected: worker=%s", self._name)
-        if self._listener is None and not self._drain:
-            self._listener = Listener(
-                self._direct_dsn, self._name, list(self._shares), self._inbox.put
-            )
+            self._schema_checked = True
+        log.info("connected: worker=%s", self.name)
+        if self._listener is None and not self.drain:
+            queues = list(self._shares)
+            self._listener = Listener(self._direct_dsn, self.name, queues, self.inbox.put)
         return connection
 
     def _turn(self, connection: Connection) -> float:
@@ -273,18 +267,17 @@ class Loop:
             return 0
         if self._executor.out_of_connections:
             # What waits for a connection takes no slot.
-            claims = [claim for claim, _ in list(self._executor.waiting.values())]
-            waiting = sum(not self._handlers[c.task_type].takes_connection for c in claims)
+            claims = list(self._executor.waiting.values())
+            waiting = sum(not self.handlers[c.task_type].takes_connection for c in claims)
         if waiting > prefetch // 2:
             return 0  # later, and then more at once
-        return (
-            self._settings.concurrency + prefetch - self.running - waiting - len(self._unreported)
-        )
+        taken = self.running + waiting + len(self._unreported)
+        return self.settings.concurrency + prefetch - taken
 
     def _receive(self, wait: float) -> None:
         """Sleep so long [s], less when a message comes; take over all that are there."""
-        try:
-            message = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+        with suppress(Empty):
+            message = self.inbox.get(timeout=wait) if wait > 0 else self.inbox.get_nowait()
             while True:
                 if message is None:
                     self._stopping = True
@@ -297,9 +290,7 @@ class Loop:
                 else:
                     self._ended += 1
                     self._take(message)
-                message = self._inbox.get_nowait()
-        except Empty:
-            pass
+                message = self.inbox.get_nowait()
         now = time.monotonic()
         if (span := now - self._measured_at) > RATE_SECONDS / 100:
             share = 1 - math.exp(-span / RATE_SECONDS)
@@ -324,11 +315,11 @@ class Loop:
 
     def _give_back(self, connection: Connection) -> float:
         """What has waited too long: the handlers before it are slower than those before them."""
-        for _, since in list(self._executor.waiting.values())[:1]:
-            if time.monotonic() < since + UNSTARTED_SECONDS:
-                return since + UNSTARTED_SECONDS
+        for claim in list(self._executor.waiting.values())[:1]:
+            if time.monotonic() < claim.claimed_at + UNSTARTED_SECONDS:
+                return claim.claimed_at + UNSTARTED_SECONDS
             # Those that wait for a connection, not for a slot, would be claimed again at once.
-            free = self.running < self._settings.concurrency
+            free = self.running < self.settings.concurrency
             self._withdraw(soon() if free else None)
             self._rate = 0.0
         return time.monotonic() + UNSTARTED_SECONDS
@@ -343,23 +334,19 @@ class Loop:
             self._executor.cancel(claim)
             # Given back before its transaction ends, nobody could claim it: it fails then.
             if token not in self._transactions.held:
-                error = f"timed out after {self._handlers[claim.task_type].timeout:g} s"
-                log.warning(
-                    "attempt failed: task=%d task_type=%s attempt=%d/%d error=%r",
-                    *(claim.id, claim.task_type, claim.attempt, claim.max_attempts, error),
-                )
+                error = f"timed out after {self.handlers[claim.task_type].timeout:g} s"
+                told = claim.id, claim.task_type, claim.attempt, claim.max_attempts, error
+                log.warning("attempt failed: task=%d task_type=%s attempt=%d/%d error=%r", *told)
                 self._unreported[token] = Outcome(claim, "failed", error=error)
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
-        queues, slots = list(self._shares), self._settings.concurrency
-        worker_id = calls.register_worker(
-            connection, self._name, queues, slots, bool(self._present)
-        )
+        queues, slots, present = list(self._shares), self.settings.concurrency, bool(self._present)
+        worker_id = calls.register_worker(connection, self.name, queues, slots, present)
         if worker_id != self._worker_id:  # of who was not seen for a day, the row is gone
             if self._presence is not None:
                 self._presence.close()
-            self._presence = Presence(self._direct_dsn, self._name, worker_id, self._inbox.put)
+            self._presence = Presence(self._direct_dsn, self.name, worker_id, self.inbox.put)
             self._worker_id = worker_id
             self._claims_at = time.monotonic() + PRESENCE_SECONDS
         self._announced = None  # of who was not seen for long, it is forgotten
@@ -376,9 +363,8 @@ class Loop:
         elif now - self._idle_changed_at >= (IDLE_SECONDS if idle else BUSY_SECONDS):
             listens = idle
         if listens != self._announced and self._worker_id is not None:
-            calls.register_listener(
-                connection, self._worker_id, list(self._shares) if listens else []
-            )
+            queues = list(self._shares) if listens else []
+            calls.register_listener(connection, self._worker_id, queues)
             self._announced = listens
         return now + IDLE_SECONDS / 2
 
@@ -403,7 +389,7 @@ class Loop:
         if time.monotonic() >= self._extension.at:
             return ["busy"] * len(batch)
         try:
-            with Timed(self._metrics.flush):
+            with Timed(self.metrics.flush):
                 return tell(connection, batch)
         except psycopg.Error as error:
             if connection.closed or _is(error, NOTHING_GOES):
@@ -424,46 +410,41 @@ class Loop:
         if outcome.kind == "completed":
             # A result that jsonb cannot hold: a NUL, too deep.
             error = f"result refused: {error_text(refusal)}"
-            outcome = Outcome(claim, "failed", error=error)
         elif outcome.delay is not None:
             error = f"delay {outcome.delay} refused: {error_text(refusal)}"
-            outcome = Outcome(claim, "failed", error=error)
         elif not error.isascii():
             # Not every database's encoding has every character.
             error = error.encode("ascii", "backslashreplace").decode()
-            outcome = replace(outcome, error=error)
         else:
             log.error("left to its lease: task=%d error=%r", claim.id, error_text(refusal))
             self._lose(claim)
             return
-        self._unreported[claim.token] = outcome
+        simple = replace(outcome, kind="failed", result=None, error=error, delay=None)
+        self._unreported[claim.token] = simple
 
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
-        rest = self._settings.lease / 3
-        claims = [
-            each for token, each in self._held.items() if token not in self._transactions.held
-        ]
+        rest = self.settings.lease / 3
+        in_transactions = self._transactions.held
+        claims = [each for each in self._held.values() if each.token not in in_transactions]
         for batch in _batches(claims):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):
                 if answer == "lost":
                     self._lose(claim)
                 elif answer == "busy":
-                    rest = min(1.0, self._settings.lease / 10)
-                elif (
-                    answer == "cancel_requested"
-                    and not claim.cancelled.is_set()
-                    and self._executor.cancel(claim)
-                ):
-                    self._unreported[claim.token] = Outcome(claim, "released")
+                    rest = min(1.0, self.settings.lease / 10)
+                elif answer == "cancel_requested":
+                    unbegun = not claim.cancelled.is_set() and self._executor.cancel(claim)
+                    if unbegun:
+                        self._unreported[claim.token] = Outcome(claim, "released")
         return time.monotonic() + rest
 
     def _reap(self, connection: Connection) -> float:
         reaped = calls.reap_stale(connection, BATCH)
         for task_id, status in reaped:
             log.warning("reaped: task=%d status=%s", task_id, status)
-            self._metrics.reaped(1, status)
+            self.metrics.reaped(1, status)
         rest = 0.0 if len(reaped) == BATCH else REAP_SECONDS * random.uniform(0.75, 1.0)
         return time.monotonic() + rest
 
@@ -493,23 +474,23 @@ class Loop:
                 break
             limit = min(BATCH, math.ceil(free * share.weight / weights))
             weights -= share.weight
-            with Timed(self._metrics.claim, queue):
-                claims = calls.claim_task(connection, self._name, queue, self._lease, limit)
+            with Timed(self.metrics.claim, queue):
+                claims = calls.claim_task(connection, self.name, queue, self._lease, limit)
             room -= len(claims)
             share.turn += len(claims) / share.weight
             share.empty = len(claims) < limit
             if share.empty:
-                rest = self._settings.poll_interval * random.uniform(0.5, 1.5)
+                rest = self.settings.poll_interval * random.uniform(0.5, 1.5)
                 share.poll_at = time.monotonic() + rest
             if claims:
-                self._metrics.contention(claims[0].contended, queue)
+                self.metrics.contention(claims[0].contended, queue)
             for claim in claims:
                 self._start(claim)
         return min(share.poll_at for share in self._shares.values())
 
     def _start(self, claim: Claim) -> None:
         self._held[claim.token] = claim
-        if claim.task_type in self._handlers:
+        if claim.task_type in self.handlers:
             self._executor.start(claim)
             return
         if claim.task_type not in self._unknown_types:
@@ -520,22 +501,20 @@ class Loop:
     def _settle(self, claim: Claim, how: str) -> None:
         """The claim is over, and counted."""
         if how == "completed":
-            latency = self._metrics.since_due(claim)
-            self._metrics.latency(latency, claim.queue, claim.task_type)
+            latency = self.metrics.since_due(claim)
+            self.metrics.latency(latency, claim.queue, claim.task_type)
         del self._held[claim.token]
         self._unreported.pop(claim.token, None)
-        if self._drain and not self._held:
+        if self.drain and not self._held:
             # It may have added tasks.
             for share in self._shares.values():
                 share.empty, share.poll_at = False, time.monotonic()
             self._claiming.at = time.monotonic()
-        task_type = claim.task_type if claim.task_type in self._handlers else ""
-        self._metrics.ended(claim.queue, task_type, how)
-        log.log(
-            logging.ERROR if how == "failed" else logging.DEBUG,
-            "ended: task=%d task_type=%s attempt=%d outcome=%s",
-            *(claim.id, claim.task_type, claim.attempt, how),
-        )
+        task_type = claim.task_type if claim.task_type in self.handlers else ""
+        self.metrics.ended(claim.queue, task_type, how)
+        level = logging.ERROR if how == "failed" else logging.DEBUG
+        told = claim.id, claim.task_type, claim.attempt, how
+        log.log(level, "ended: task=%d task_type=%s attempt=%d outcome=%s", *told)
 
     def _lose(self, claim: Claim) -> None:
         """The claim is another's now, or nobody's: whatever the handler does counts no more."""
@@ -550,6 +529,15 @@ class Loop:
             connection.close()
         except psycopg.Error as error:
             log.warning("not signed off: error=%r", error_text(error))
+
+
+def _check_schema(version: str) -> None:
+    """Refuse what is too old; a newer schema has all that an older one had."""
+    known = f"this package is made for {OLDEST_SCHEMA} to {NEWEST_SCHEMA}"
+    if version < OLDEST_SCHEMA:
+        raise SchemaError(f"schema pgsched is at {version}, {known}: run pgsched migrate")
+    if version > NEWEST_SCHEMA:
+        log.info("schema pgsched is at %s, %s", version, known)
 
 
 def tell(connection: Connection, batch: Sequence[Outcome]) -> list[str]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 
 from pgsched import calls
 from pgsched.calls import Claim, DatabaseStats, Document
-from pgsched.handlers import error_text
-from pgsched.worker import fulfil
+from pgsched.handlers import error_text, spawn
+from pgsched.worker import promised
 
 log = logging.getLogger("pgsched")
 
@@ -156,7 +156,7 @@ class Metrics:
             if port is not None:
                 try:
                     server = at_end.enter_context(_Server(host, port, page))
-                    Thread(target=server.serve_forever, name="pgsched-metrics", daemon=True).start()
+                    spawn(server.serve_forever, "pgsched-metrics")
                     at_end.callback(server.shutdown)
                 except Exception as error:
                     hint = "each worker of a machine needs a metrics_port of its own"
@@ -185,11 +185,8 @@ class Database(Collector):
         with self._lock:
             now, answer = time.monotonic(), self._answer
             if answer is None or (answer.done() and now >= self._asked_at + FRESH_SECONDS):
-                answer = Future()
-                Thread(
-                    target=fulfil, args=(answer, self._ask), name="pgsched-database", daemon=True
-                ).start()
-                self._answer, self._asked_at = answer, now
+                self._answer = answer = promised(self._ask, "pgsched-database")
+                self._asked_at = now
             return answer
 
     def _ask(self) -> DatabaseStats:
@@ -214,9 +211,8 @@ def _families(answer: DatabaseStats | None) -> list[GaugeMetricFamily]:
     if answer is not None:
         server, queues = answer
         gauge("workers", "Workers seen within 2 minutes.")((), server["workers"])
-        gauge("oldest_snapshot_age_seconds", "Age of the oldest snapshot that holds back vacuum.")(
-            (), server["oldest_snapshot_age"]
-        )
+        text = "Age of the oldest snapshot that holds back vacuum."
+        gauge("oldest_snapshot_age_seconds", text)((), server["oldest_snapshot_age"])
         tasks = gauge("queue_tasks", "Tasks by status, up to 10000.", "queue", "status")
         due = gauge("queue_due", "Tasks due now, up to 10000.", "queue")
         age = gauge("queue_oldest_due_age_seconds", "0: none is due.", "queue")

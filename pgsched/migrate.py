@@ -2,72 +2,200 @@
 
 Each migration and its mark are one transaction, under an advisory lock that ends with it: a killed
 installer leaves nothing behind, any number may run at once, and a transaction-mode pooler will do.
+What cannot be had within a moment is tried again later, with nothing in hand meanwhile.
 """
 
 import glob
 import socket
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime
+import time
+from hashlib import sha256
 from pathlib import Path
+from random import uniform
 from typing import Any
 
 import psycopg
+from psycopg import errors
 from yoyo import default_migration_table, read_migrations
 from yoyo.backends.core.postgresql import PostgresqlPsycopgBackend
 from yoyo.internalmigrations import upgrade
-from yoyo.migrations import Migration, topological_sort
+from yoyo.migrations import Migration
 
 from pgsched.calls import connect
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 """The folder of numbered migrations; ``yoyo apply`` reads the same one."""
 
+OLDEST = 14
+"""PostgreSQL's oldest major version that will do."""
+
 MIGRATION_LOCK = (1338, 1)
 """Advisory lock of an installer: class 1338 belongs to singletons, 1 in it to migrations."""
+
+INSTALLER_PATIENCE = 600.0
+"""Seconds for which other installers are waited for."""
+
+# As a superuser perhaps, so without what others may have planted, in schema pgsched too.
+_ALONE = "set local search_path to pg_catalog, pg_temp"
+
+# The owner of the tables or, where there are none, of the schema; none: there is no schema either.
+_OWNER = """
+select current_user, current_database(), pg_get_userbyid(coalesce(c.relowner, n.nspowner)),
+       coalesce(pg_has_role(coalesce(c.relowner, n.nspowner), 'member'),
+                has_database_privilege(current_database(), 'create'))
+  from (values (1)) as one
+       left join pg_namespace as n on n.nspname = 'pgsched'
+       left join pg_class as c on c.relnamespace = n.oid and c.relname = 'scheduled_tasks'
+"""
+
+# With the digest of the file, where it is known; the last row of a migration counts.
+_MARKS = """
+select m.migration_id, substring(l.comment from '^sha256 (.*)')
+  from pgsched._yoyo_migration as m
+       left join pgsched._yoyo_log as l
+       on l.migration_hash = m.migration_hash and l.operation in ('apply', 'mark')
+ order by l.created_at_utc
+"""
+
+# Of others, on tables of the schema or as an installer; the oldest first.
+_LOCKS = """
+select format('%%s is held by %%s', coalesce(l.mode || ' on ' || c.relname, 'the installer lock'),
+              concat_ws(', ', coalesce('session ' || l.pid, 'a prepared transaction'),
+                        quote_literal(coalesce(nullif(a.application_name, ''), a.backend_type)),
+                        a.state, date_trunc('second', clock_timestamp() - a.xact_start)))
+  from pg_locks as l
+       left join pg_stat_activity as a on a.pid = l.pid
+       left join pg_class as c on c.oid = l.relation and c.relkind = 'r'
+ where l.granted and l.pid is distinct from pg_backend_pid()
+   and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+   and (c.relnamespace = to_regnamespace('pgsched')
+        or (l.locktype, l.classid, l.objid) = ('advisory', %s, %s))
+ order by a.xact_start, l.pid, c.relname, l.mode
+"""
+
+Migrations = list[Migration]
 
 
 class MigrationError(Exception):
     """The schema cannot be installed or upgraded as things are; the message says what to do."""
 
 
-def migrate(dsn: str) -> list[str]:
+class NotAllowed(MigrationError):
+    """The role may not install or upgrade the schema."""
+
+
+class SchemaNewer(MigrationError):
+    """The schema has migrations that this package does not know yet."""
+
+
+class WaitedTooLong(MigrationError):
+    """Others kept the locks that a migration needs, or another installer did not end."""
+
+
+class NotAsReleased(MigrationError):
+    """This package's migrations are not those that were released, or that were applied."""
+
+
+class UnknownMigration(MigrationError):
+    """There is no migration with this number or id."""
+
+
+EXIT_CODES: dict[type[Exception], int] = {
+    UnknownMigration: 2,
+    psycopg.OperationalError: 3,
+    NotAllowed: 4,
+    errors.ReadOnlySqlTransaction: 5,
+    SchemaNewer: 6,
+    WaitedTooLong: 7,
+    NotAsReleased: 8,
+}
+"""Of ``pgsched migrate``; 1 for all others."""
+
+
+class _OtherInstaller(Exception):
+    """Another installer is at work."""
+
+
+def migrate(
+    dsn: str, *, to: str | None = None, dry_run: bool = False, lock_timeout: float = 10.0
+) -> list[str]:
     """Install schema ``pgsched`` in an existing database, or bring it up to date.
 
-    Needs no superuser: CREATE on the database or, once the schema is there, to be its owner. Safe
-    to repeat, and to run from many processes at once.
+    Needs no superuser: CREATE on the database or, once the schema is there, to be its owner or a
+    member of that role. Safe to repeat, and to run from many processes at once.
 
     Arguments:
         dsn: URL or keywords, as libpq takes them; empty means libpq's environment variables.
+        to: number or id of the last migration to apply; None: all. Nothing is ever taken back.
+        dry_run: apply nothing; a role that may see what is applied will do.
+        lock_timeout: how long to try to get the locks of a migration, in seconds. A single try
+            waits for 0.1 s a lock, so that nobody waits behind it for longer.
 
-    Returns the ids of the migrations that this call applied, in order; empty when up to date.
+    Returns the ids of the migrations that this call applied, or would apply, in order; empty when
+    up to date.
 
-    Raises MigrationError when a right is missing, when the schema is newer than this package, and
-    when the package lacks its migrations. Raises psycopg.OperationalError when the server cannot be
-    reached, and whatever psycopg.Error a migration meets; that migration is then undone, those
-    before it stay.
+    Raises MigrationError: NotAllowed, SchemaNewer, WaitedTooLong, NotAsReleased, UnknownMigration;
+    itself when the server is too old and when there is a schema of this name that is none of
+    pgsched. Raises psycopg.OperationalError when the server cannot be reached, and whatever
+    psycopg.Error a migration meets; that migration is then undone, those before it stay.
     """
-    # Escaped, since yoyo takes a pattern.
-    migrations = list(topological_sort(read_migrations(glob.escape(str(MIGRATIONS)))))
-    if not migrations:
-        raise MigrationError(f"no migrations in {MIGRATIONS}: install pgsched again")
-    applied = []
+    package = _package()
+    last = _last(package, to)
+    applied: list[str] = []
+    deadlines: dict[bool, float] = {}
     with _Backend(dsn, default_migration_table) as backend:
-        backend.check_rights()
-        with backend.locked():
-            backend.prepare(migrations)
-            if unknown := backend.applied_ids() - {migration.id for migration in migrations}:
-                raise MigrationError(
-                    f"schema pgsched is newer than this package, which lacks"
-                    f" {', '.join(sorted(unknown))}: upgrade pgsched"
-                )
-        for migration in migrations:
-            with backend.locked():
-                if migration.id not in backend.applied_ids():
-                    backend.apply_and_mark(migration)
-                    applied.append(migration.id)
-    return applied
+        if (version := backend.connection.info.server_version // 10_000) < OLDEST:
+            raise MigrationError(f"PostgreSQL {version}: pgsched needs {OLDEST} or newer")
+        while True:
+            try:
+                step = backend.step(package, last, dry_run=dry_run)
+            except errors.InsufficientPrivilege as error:
+                message = f"{error.diag.message_primary}: run as the owner of schema pgsched"
+                raise NotAllowed(message) from error
+            except (_OtherInstaller, errors.LockNotAvailable, errors.DeadlockDetected) as error:
+                other, pause = isinstance(error, _OtherInstaller), uniform(0.2, 0.6)
+                patience = INSTALLER_PATIENCE if other else lock_timeout
+                deadline = deadlines.setdefault(other, time.monotonic() + patience)
+                if time.monotonic() + pause > deadline:
+                    message = f"gave up after {patience:g} s: {backend.holders()}"
+                    raise WaitedTooLong(message) from error
+                time.sleep(pause)
+                continue
+            applied += step
+            if dry_run or not step:
+                return applied
+            deadlines.clear()
+
+
+def _package() -> list[Migration]:
+    """The package's migrations, in order; NotAsReleased when a released one is not as it was."""
+    sums = MIGRATIONS / "SHA256SUMS"
+    lines = sums.read_text().splitlines() if sums.is_file() else [f"none {sums.name}"]
+    released = {name: digest for digest, name in map(str.split, lines)}
+    bad = [name for name, digest in released.items() if _digest(MIGRATIONS / name) != digest]
+    if bad or not any(MIGRATIONS.glob("*.sql")):
+        what = ", ".join(bad) or "all migrations"
+        raise NotAsReleased(f"damaged package: {what} in {MIGRATIONS}: install pgsched again")
+    # Escaped, since yoyo takes a pattern. Each depends on the one before.
+    migrations = read_migrations(glob.escape(str(MIGRATIONS)))
+    return sorted(migrations, key=lambda migration: (_number(migration.id), migration.id))
+
+
+def _digest(file: Path) -> str | None:
+    return sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def _number(migration_id: str) -> int:
+    number = migration_id.partition(".")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def _last(package: list[Migration], to: str | None) -> int:
+    """The number of the last migration that is to be applied."""
+    numbers = {migration.id: _number(migration.id) for migration in package}
+    chosen = [n for each, n in numbers.items() if to in (None, each) or to.lstrip("0") == str(n)]
+    if not chosen:
+        raise UnknownMigration(f"no migration {to!r}: this package has {', '.join(numbers)}")
+    return max(chosen)
 
 
 class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
@@ -77,89 +205,117 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
 
     def connect(self, dburi: str) -> psycopg.Connection[tuple[Any, ...]]:
         connection = connect(dburi, application_name="pgsched migrate")
-        # A stricter default would see the database as it was before the wait for the lock.
+        # A stricter default would see the database as it was before the lock was had.
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         return connection
 
-    def check_rights(self) -> None:
-        [(user, database, allowed)] = self.connection.execute(
-            """
-            select current_user, current_database(),
-                   coalesce((select pg_has_role(n.nspowner, 'usage')
-                               from pg_namespace as n
-                              where n.nspname = 'pgsched'),
-                            has_database_privilege(current_database(), 'create'))
-            """
-        )
-        if not allowed:
-            raise MigrationError(
+    def step(self, package: list[Migration], last: int, *, dry_run: bool) -> list[str]:
+        """Apply and mark the next migration, in one transaction; none: there is nothing to do.
+
+        What a dry run returns is all that there is to do.
+        """
+        execute = self.connection.execute
+        with self.transaction():
+            execute(_ALONE)
+            # Whoever needs a table waits behind who waits for it. The work itself may take long.
+            execute("set local lock_timeout to '100ms'; set local statement_timeout to 0")
+            tables = self.list_tables()
+            if tables and not {"yoyo_lock", self.migration_table, "scheduled_tasks"} & {*tables}:
+                whose = f"schema pgsched is another program's, with a table {min(tables)}"
+                raise MigrationError(f"{whose}: rename it, or use another database")
+            self.become_owner(dry_run=dry_run)
+            unmarked, pending = self.compare(package, last)
+            if dry_run or not (unmarked or pending):
+                return [migration.id for migration in pending]
+            lock = "select pg_try_advisory_xact_lock(%s, %s)"
+            if execute(lock, MIGRATION_LOCK).fetchone() != (True,):
+                raise _OtherInstaller
+            # Not "if not exists", which asks for CREATE on the database of an owner who upgrades.
+            if not self.become_owner():
+                execute("create schema pgsched")
+            execute("set local search_path to pgsched, pg_temp")
+            upgrade(self)
+            unmarked, pending = self.compare(package, last)
+            for migration in unmarked:
+                self.mark_one(migration)
+            for migration in pending[:1]:
+                # The file as it is, in one message: nothing splits it and "%" has no meaning.
+                execute(Path(migration.path).read_bytes())
+                self.log_migration(migration, "apply")
+                self.mark_one(migration, log=False)
+            return [migration.id for migration in pending[:1]]
+
+    def become_owner(self, *, dry_run: bool = False) -> Any:
+        """Let the owner of the tables make what is made, and return its name; None: no schema."""
+        [(user, database, owner, allowed)] = self.connection.execute(_OWNER)
+        if allowed:
+            self.connection.execute("select set_config('role', %s, true)", [owner or user])
+        elif not dry_run:
+            raise NotAllowed(
                 f'role "{user}" may not install or upgrade schema pgsched in database "{database}":'
                 " run as the owner of the schema or, where there is none yet, first"
                 f' grant create on database "{database}" to "{user}"'
             )
+        return owner
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """A transaction that no other installer's runs beside."""
-        with self.transaction():
-            self.connection.execute("set local search_path to pgsched, pg_temp")
-            self.connection.execute("select pg_advisory_xact_lock(%s, %s)", MIGRATION_LOCK)
-            yield
-
-    def prepare(self, migrations: Sequence[Migration]) -> None:
-        """Create the schema and yoyo's tables in it, as far as they are missing.
-
-        A schema that psql installed is taken over: the migrations up to its version are marked.
-        """
-        # Not "if not exists", which asks for CREATE on the database of an owner who upgrades.
-        [(schema,)] = self.connection.execute("select to_regnamespace('pgsched')::text")
-        if schema is None:
-            self.connection.execute("create schema pgsched")
+    def compare(self, package: Migrations, last: int) -> tuple[Migrations, Migrations]:
+        """What is there without its mark, and what is to be applied; both in order."""
         tables = self.list_tables()
-        upgrade(self)
-        if "scheduled_tasks" in tables and self.migration_table not in tables:
+        has_marks = self.migration_table in tables
+        marks = dict(self.connection.execute(_MARKS).fetchall()) if has_marks else {}
+        marked = there = max(map(_number, marks), default=0)
+        if "scheduled_tasks" in tables:
             [(version,)] = self.connection.execute("select pgsched.schema_version()")
-            for migration in migrations:
-                if migration.id.partition(".")[0] <= version:
-                    self.mark_one(migration)
+            there = max(there, _number(version))
+        if there > (newest := _last(package, None)):
+            versions = f"schema {there:04}, package {newest:04}"
+            raise SchemaNewer(
+                f"schema pgsched is newer than this package ({versions}): upgrade pgsched"
+            )
+        digests = {migration.id: _digest(Path(migration.path)) for migration in package}
+        missing = [migration for migration in package if migration.id not in marks]
+        odd = [f"{each} is missing" for each in marks.keys() - digests.keys()]
+        for each, digest in marks.items():
+            if digest and digests.get(each, digest) != digest:
+                odd.append(f"{each} has changed")
+        odd += [f"{each.id} comes too late" for each in missing if _number(each.id) <= marked]
+        if odd:
+            message = "the migrations of this package are not those that were applied"
+            raise NotAsReleased(f"{message} ({', '.join(sorted(odd))}): install a released pgsched")
+        return (
+            [each for each in missing if _number(each.id) <= there],
+            [each for each in missing if there < _number(each.id) <= last],
+        )
 
-    def applied_ids(self) -> set[str]:
-        rows = self.connection.execute("select migration_id from pgsched._yoyo_migration")
-        return {migration_id for (migration_id,) in rows}
-
-    def apply_and_mark(self, migration: Migration) -> None:
-        # The file as it is, in one message: nothing splits it and "%" has no meaning.
-        self.connection.execute(Path(migration.path).read_bytes())
-        self.log_migration(migration, "apply")
-        self.mark_one(migration, log=False)
+    def holders(self) -> str:
+        """Who may have been in the way."""
+        with self.transaction():
+            self.connection.execute(_ALONE)
+            rows = self.connection.execute(_LOCKS, MIGRATION_LOCK).fetchmany(3)
+        return "; ".join(text for (text,) in rows) or "nobody is in the way now"
 
     # What follows replaces yoyo's own, where it is called by the bookkeeping used above.
 
-    def transaction(
-        self, rollback_on_exit: bool = False
-    ) -> AbstractContextManager[psycopg.Transaction]:
+    def transaction(self, rollback_on_exit: bool = False) -> Any:
         return self.connection.transaction(force_rollback=rollback_on_exit)
 
     def ensure_internal_schema_updated(self) -> None:
-        """Done by prepare(), under the lock."""
+        """Done by step(), under the lock."""
 
     def list_tables(self, **kwargs: Any) -> list[str]:
         # yoyo's own needs a URL of yoyo's kind.
-        rows = self.connection.execute(
-            "select tablename from pg_tables where schemaname = 'pgsched'"
-        )
-        return [name for (name,) in rows]
+        query = "select tablename from pg_tables where schemaname = 'pgsched'"
+        return [name for (name,) in self.connection.execute(query)]
 
-    def get_log_data(
-        self, migration: Migration | None = None, operation: str = "apply"
-    ) -> dict[str, Any]:
+    def log_migration(self, migration: Migration, operation: str) -> None:
+        digest = f"sha256 {_digest(Path(migration.path))}" if operation == "apply" else None
         # The database's user: a container's uid may have no name. No getfqdn(), which asks DNS.
-        return {
-            "id": str(uuid.uuid1()),
-            "migration_id": migration.id if migration else None,
-            "migration_hash": migration.hash if migration else None,
-            "username": self.connection.info.user,
-            "hostname": socket.gethostname(),
-            "created_at_utc": datetime.now(UTC).replace(tzinfo=None),
-            "operation": operation,
-        }
+        self.connection.execute(
+            """
+            insert into pgsched._yoyo_log (id, migration_hash, migration_id, operation, username,
+                                           hostname, comment, created_at_utc)
+            values (gen_random_uuid(), %s, %s, %s, session_user,
+                    %s, %s, clock_timestamp() at time zone 'utc')
+            """,
+            [migration.hash, migration.id, operation, socket.gethostname(), digest],
+        )

@@ -8,19 +8,19 @@ from unicodedata import category, east_asian_width
 
 import psycopg
 
-from pgsched.errors import from_database
+from pgsched.errors import PgschedError, from_database
 
 CURES = {
     "08001": "check --dsn or PGSCHED_DSN, and that the server runs",
     "25006": "connect to the primary server, or as a role that may write",
-    "42501": "pgsched doctor prints the statement",
+    "42501": "as the owner of the schema: pgsched grant KIND ROLE",
 }
 """What to do, where neither the server nor pgsched.errors says it, by SQLSTATE."""
 
 
 def explained(error: Exception) -> str:
     """What went wrong and what to do, in one line."""
-    cause = error if isinstance(error, psycopg.Error) else error.__cause__
+    cause = error.__cause__ if isinstance(error, PgschedError) else error
     text, cure = str(error), None
     if isinstance(cause, psycopg.Error):
         known = from_database(cause)

@@ -62,12 +62,11 @@ def lines(view: Document, columns: int, rows: int) -> list[str]:
         workers.append([name, str(each["running"]), str(each["slots"]), age(each["seen_age"])])
         running += each["running"]
     there, slots, oldest = itemgetter("workers", "slots", "oldest_snapshot_age")(view["server"])
+    most = max(rows - len(workers) - 6, rows // 2)
     return [
         f"workers: {there}, slots: {slots}, running: {running}, oldest snapshot: {age(oldest)}",
         "",
-        *queue_table(
-            view["queues"][: max(rows - len(workers) - 6, rows // 2)], columns, rates=True
-        ),
+        *queue_table(view["queues"][:most], columns, rates=True),
         "",
         *table(["worker", "running", "slots", "last seen"], workers, columns),
     ]

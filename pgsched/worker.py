@@ -25,10 +25,11 @@ import psycopg
 
 from pgsched.calls import Claim, claim_task, dsn_parameters, plain, translated
 from pgsched.errors import InvalidArgument
-from pgsched.handlers import Handler, Outcome, call, elsewhere, run_coroutine, run_function
+from pgsched.handlers import Handler, Outcome, call, elsewhere, run_coroutine, run_function, spawn
 from pgsched.transactions import all_or_nothing
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 Inbox = SimpleQueue[Outcome | str | bool | None]
 """What other threads and signal handlers tell the loop: how a handler ended; a queue that has new
@@ -97,6 +98,7 @@ class Worker:
         dsn_parameters(self.dsn)
         dsn_parameters(self.listen_dsn or "")
         weights = self.queues.values() if isinstance(self.queues, Mapping) else ()
+        port = self.metrics_port
         for valid, message in (
             (not isinstance(self.queues, str), f"queues: give a list, such as [{self.queues!r}]"),
             (0 < len(self.queues) == len(set(self.queues)), "queues: name at least one, each once"),
@@ -107,10 +109,7 @@ class Worker:
             (0 < self.poll_interval <= 3600, "poll_interval: above 0, at most 3600 seconds"),
             (self.connections in range(1, 101), "connections: 1 to 100"),
             (0 <= self.grace <= 86_400, "grace: 0 to 86400 seconds"),
-            (
-                self.metrics_port is None or 1 <= self.metrics_port <= 65_535,
-                "metrics_port: 1 to 65535",
-            ),
+            (port is None or 1 <= port <= 65_535, "metrics_port: 1 to 65535"),
         ):
             if not valid:
                 raise InvalidArgument(message)
@@ -159,7 +158,7 @@ class Worker:
         Returns how many handlers still run: none, unless the grace was over or a second signal
         came. Their tasks are left to their leases. Never ends because the database is away: it
         reconnects, for ever. Raises pgsched.SchemaError when the database answers but the schema is
-        not there or may not be used, RuntimeError when this very worker is running already.
+        not there, too old or not to be used, RuntimeError when this very worker is running already.
         """
         self._check()  # the options may have been changed since
         if not self._running.acquire(blocking=False):
@@ -182,18 +181,13 @@ class Worker:
         if self.db_metrics:
             metrics.registry.register(Database(self.dsn, name))
         loop = Loop(self, name, self._handlers, metrics, self._inbox, drain=drain)
-        # A thread of its own: no server that does not answer keeps this one from its signals.
-        control: Future[None] = Future()
-        thread = threading.Thread(
-            target=fulfil, args=(control, loop.run), name="pgsched-control", daemon=True
-        )
-        page = metrics.served(
-            self.metrics_port,
-            self.metrics_host,
-            lambda: "stopping" if self._stop_by is not None else loop.unready,
-        )
-        with self._signals(), page:
-            thread.start()
+
+        def unready() -> str:
+            return "stopping" if self._stop_by is not None else loop.unready
+
+        with self._signals(), metrics.served(self.metrics_port, self.metrics_host, unready):
+            # A thread of its own: no server that does not answer keeps this one from its signals.
+            control = promised(loop.run, "pgsched-control")
             while not wait([control], timeout=0.2).done:
                 if self._stop_by is not None and time.monotonic() >= self._stop_by:
                     log.warning("stopped at once: worker=%s running=%d", name, loop.running)
@@ -262,9 +256,7 @@ class Worker:
             if next(signals):
                 self._stop_by = time.monotonic()
 
-        before = {
-            number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {each: signal.signal(each, handle) for each in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
@@ -280,9 +272,15 @@ def _is_name(text: object) -> bool:
     )
 
 
-def fulfil(promise: Future[Any], call: Callable[[], Any]) -> None:
-    """Call, and let others know what comes of it."""
-    try:
-        promise.set_result(call())
-    except BaseException as error:
-        promise.set_exception(error)
+def promised(call: Callable[[], T], thread: str) -> Future[T]:
+    """What will come of a call, which a thread of this name makes."""
+    promise: Future[T] = Future()
+
+    def fulfil() -> None:
+        try:
+            promise.set_result(call())
+        except BaseException as error:
+            promise.set_exception(error)
+
+    spawn(fulfil, thread)
+    return promise

@@ -29,8 +29,8 @@ $$;
 select results_eq(
   $$select check_name from pgsched.diagnose() group by check_name
      order by check_name collate "C"$$,
-  array['dead letters', 'leases', 'limits', 'objects', 'queues', 'settings', 'snapshots', 'standby',
-        'vacuum', 'workers'],
+  array['dead letters', 'leases', 'limits', 'objects', 'public', 'queues', 'settings', 'snapshots',
+        'standby', 'vacuum', 'workers'],
   'every check is there, whether or not it finds something');
 select is_empty(
   $$select check_name, level, advice from pgsched.diagnose()

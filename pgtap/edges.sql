@@ -1,7 +1,7 @@
 -- What several functions have to stand, each by itself or one after the other.
 begin;
 \ir fixtures.sql
-select plan(145);
+select plan(155);
 
 -- Ids: the highest is reaped. First of all: a claim of task 1 would hold its lock.
 select pg_temp.others_are_stale() \gset
@@ -322,6 +322,44 @@ discard plans;
 select is(pg_temp.stored_run_at(call, '9999-01-01 13:59:59.999999'), '9998-12-31 23:59:59.999999',
           call || ' goes by the year in UTC')
   from calls;
+
+-- Collations: an argument may bring one by which A is a, if the server can have such a one, and by
+-- which no regular expression can be matched.
+select exists (select from pg_collation where collname = 'en-x-icu') as has_icu \gset
+\if :has_icu
+  create collation pg_temp.any_case (
+    provider = icu, locale = 'und-u-ks-level2', deterministic = false);
+\else
+  create collation pg_temp.any_case from "C";
+\endif
+select isnt(
+  pgsched.enqueue_task('a', p_queue => 'pgtap case', p_unique_key => 'k' collate pg_temp.any_case),
+  pgsched.enqueue_task('a', p_queue => 'pgtap case', p_unique_key => 'K' collate pg_temp.any_case),
+  'k is not the unique key K');
+select throws_ok(
+  $$select pgsched.enqueue_task(E'a\x01' collate pg_temp.any_case)$$,
+  'TS400', pg_temp.name_error('p_task_type', E'a\x01'), 'a bad name is one in any collation');
+select pgsched.pause_queue('PGTAP CASE' collate pg_temp.any_case) \g /dev/null
+select is_empty(
+  $$select id from pgsched.claim_task('w', 'PGTAP CASE' collate pg_temp.any_case)$$,
+  'a queue has no task of one that is written otherwise');
+select is(count(*), 1::bigint, 'and pauses no other')
+  from pgsched.claim_task('w' collate pg_temp.any_case, 'pgtap case' collate pg_temp.any_case);
+select pgsched.resume_queue('pgtap case' collate pg_temp.any_case) \g /dev/null
+select ok(paused, 'nor does one resume it') from pgsched.queues where name = 'PGTAP CASE';
+select is(pgsched.notify_channel('pgtap case' collate pg_temp.any_case) collate "default",
+          pgsched.notify_channel('pgtap case'), 'a queue has one channel');
+select pgsched.register_worker('pgtap w' collate pg_temp.any_case, array['q'], 1) as worker \gset
+select isnt(pgsched.register_worker('PGTAP W' collate pg_temp.any_case, array['q'], 1),
+            :worker::bigint, 'a worker has its own row');
+select pgsched.register_listener(
+         :worker, array['pgtap q', 'PGTAP Q'] collate pg_temp.any_case) \g /dev/null
+select bag_eq(format('select queue from pgsched.listeners where worker_id = %s', :worker),
+              array['pgtap q', 'PGTAP Q'], 'and listens to each queue');
+select pgsched.register_listener(:worker, array['PGTAP Q'] collate pg_temp.any_case) \g /dev/null
+select bag_eq(format('select queue from pgsched.listeners where worker_id = %s', :worker),
+              array['PGTAP Q'], 'or to one of them');
+select is(name, 'pgtap w', 'whose name stays as it was') from pgsched.workers where id = :worker;
 
 select * from finish();
 rollback;

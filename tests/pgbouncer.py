@@ -27,7 +27,7 @@ unix_socket_dir = %s
 listen_port = {_PORT}
 auth_type = any
 pool_mode = transaction
-default_pool_size = {POOL_SIZE}
+default_pool_size = %d
 server_round_robin = 1
 server_login_retry = 1
 """
@@ -39,8 +39,9 @@ _GUARD = '"$@" & cat; kill -KILL $!; wait'
 class PgBouncer:
     """Runs it on a socket in the server's folder, as the server's user; a context manager."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, pool_size: int = POOL_SIZE) -> None:
         self._server = server
+        self._pool_size = pool_size
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -48,7 +49,7 @@ class PgBouncer:
         assert PROGRAM.exists(), "no PgBouncer: make test-pgbouncer fetches one"
         folder = self._server.folder
         settings = folder / "pgbouncer.ini"
-        settings.write_text(_SETTINGS % (folder, folder), encoding="utf-8")
+        settings.write_text(_SETTINGS % (folder, folder, self._pool_size), encoding="utf-8")
         # Root's it takes itself, after it has found its program and libraries.
         user = ["-u", pwd.getpwuid(folder.stat().st_uid).pw_name] if os.geteuid() == 0 else []
         with (folder / "pgbouncer.log").open("ab") as log:

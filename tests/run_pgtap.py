@@ -34,11 +34,8 @@ def ran(output: str) -> tuple[int, int]:
     return (int(counts[1]), int(counts[2])) if counts else (0, 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--summary", type=Path, help="file for one line with the counts")
-    summary = parser.parse_args().summary
-
+def run() -> str:
+    """Run all files and return one line with the counts; SystemExit when one fails."""
     with Server(settings={"fsync": "off", "synchronous_commit": "off"}) as server:
         dsn = server.create_database("pgtap")
         for script in (ROOT / "sql" / "schema" / "schema.sql", TOOLS / "pgtap.sql"):
@@ -51,8 +48,16 @@ def main() -> None:
     there = len(list(TESTS.glob("*.sql")))
     if files != there:
         sys.exit(f"pg_prove ran {files} of {there} files")
-    if summary:
-        summary.write_text(f"{files - 1} pgTAP files ({assertions} assertions)\n")
+    return f"{files - 1} pgTAP files ({assertions} assertions)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--summary", type=Path, help="file for one line with the counts")
+    arguments = parser.parse_args()
+    counts = run()
+    if arguments.summary:
+        arguments.summary.write_text(f"{counts}\n")
 
 
 if __name__ == "__main__":

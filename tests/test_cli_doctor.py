@@ -397,33 +397,46 @@ def stranger(server: Server, conn: psycopg.Connection) -> Iterator[str]:
     conn.execute('drop owned by "A ""b"""; drop role "A ""b"""')
 
 
-@pytest.mark.parametrize("before", ["", 'grant usage on schema pgsched to "A ""b"""'])
-def test_the_grants_can_be_copied(stranger: str, conn: psycopg.Connection, before: str) -> None:
+# What a role was given before, and what doctor advises: it sees nothing without.
+@pytest.mark.parametrize(
+    ("before", "kind"),
+    [
+        ("", "observer"),
+        ('grant usage on schema pgsched to "A ""b"""', "observer"),
+        ("select pgsched.grant_access('A \"b\"', 'producer')", "observer"),
+        (
+            'grant usage on schema pgsched to "A ""b""";'
+            ' grant execute on function pgsched.claim_task to "A ""b"""',
+            "worker",
+        ),
+    ],
+)
+def test_the_advice_to_a_role_that_sees_nothing_can_be_copied(
+    stranger: str, conn: psycopg.Connection, before: str, kind: str
+) -> None:
     conn.execute(before.encode())
     [row] = report("--dsn", stranger)["rights"]
     assert row["level"] == "error"
-    conn.execute(row["advice"].removeprefix("If it should:").encode())
+    cure = row["advice"].removeprefix("As the owner of the schema: ")
+    assert cure == f"""select pgsched.grant_access('A "b"', '{kind}')"""
+    conn.execute(cure.encode())
     checks = report("--dsn", stranger)
     assert "rights" not in checks
     assert "queues" in checks
 
 
-def test_a_role_that_may_call_some_is_a_note(stranger: str, conn: psycopg.Connection) -> None:
-    conn.execute('grant usage on schema pgsched to "A ""b"""')
-    conn.execute('grant execute on all routines in schema pgsched to "A ""b"""')
-    conn.execute('revoke execute on function pgsched.retry_task from "A ""b"""')
-    [row] = report("--dsn", stranger)["rights"]
-    assert row["level"] == "note"
-    assert row["advice"] == (
-        'If it should: grant execute on routine pgsched.retry_task to "A ""b""";'
-    )
+@pytest.mark.parametrize("kind", ["worker", "observer", "admin"])
+def test_a_role_that_sees_all_is_told_of_no_right(
+    stranger: str, conn: psycopg.Connection, kind: str
+) -> None:
+    conn.execute("select pgsched.grant_access('A \"b\"', %s)", [kind])
+    assert "rights" not in report("--dsn", stranger)
 
 
 def test_who_may_only_execute_sees_what_the_owner_sees(
     stranger: str, conn: psycopg.Connection
 ) -> None:
-    conn.execute('grant usage on schema pgsched to "A ""b"""')
-    conn.execute('grant execute on function pgsched.diagnose to "A ""b"""')
+    conn.execute("select pgsched.grant_access('A \"b\"', 'observer')")
     conn.execute("select pgsched.pause_queue('mail')")
     with psycopg.connect(stranger) as session:
         assert ("note", "Queue 'mail' is paused.") in found(session, "queues")

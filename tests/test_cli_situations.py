@@ -14,7 +14,7 @@ from psycopg.conninfo import make_conninfo
 from test_docs import COMMANDS as CLI
 from test_docs import code, section, table
 from test_read_only import standby_of
-from workers import PATIENCE, WorkerProcess
+from workers import NEWEST, PATIENCE, WorkerProcess
 
 from pgsched import doctor, migrate
 from pgsched.cli import main
@@ -26,6 +26,7 @@ COMMANDS = {
     "cancel": ["2"],
     "doctor": [],
     "enqueue": ["type"],
+    "grant": ["observer", "pg_monitor"],
     "maintain": [],
     "pause": ["mail"],
     "reap": [],
@@ -36,6 +37,7 @@ COMMANDS = {
     "top": [],
     "worker": ["app"],
     "migrate": [],
+    "uninstall": ["--yes"],
 }
 READERS = ("show", "status", "top")
 
@@ -63,6 +65,10 @@ begin
 end;
 $$
 """
+MAKE_OLDER = """
+create or replace function pgsched.schema_version() returns text language sql
+  as $$ select '0000' $$;
+"""
 MAKE_NEWER = """
 create or replace function pgsched.schema_version() returns text language sql
   as $$ select '9999' $$;
@@ -70,6 +76,7 @@ insert into pgsched._yoyo_migration (migration_hash, migration_id, applied_at_ut
 values ('later', '9999.later', clock_timestamp());
 """
 APP = "from pgsched import Worker\nworker = Worker(poll_interval=0.05)\n"
+NEXT = f"{int(NEWEST) + 1:04}"
 
 
 class Expected(NamedTuple):
@@ -80,6 +87,7 @@ class Expected(NamedTuple):
 
 
 WORKS = Expected(0)
+REMOVED = Expected(0, "^removed schema pgsched from database app$")
 # A worker that cannot work yet logs why, and goes on trying: code -1.
 KEEPS_TRYING = Expected(-1, "database: error")
 NO_SCHEMA = Expected(1, r"^Error: schema \"pgsched\" does not exist: run pgsched migrate$")
@@ -87,27 +95,31 @@ MISSING = Expected(1, r"^Error: function pgsched\.\w+\(.*\) does not exist: run 
 ONLY_READ = Expected(
     1, r"^Error: cannot .*(read-only transaction|during recovery) \(connect to the primary server"
 )
+GRANT = r" .* \(as the owner of the schema: pgsched grant KIND ROLE\)$"
+CANNOT_LOOK = r"(?m)^error +rights +Role 'a b' lacks "
+LET_IT_LOOK = r"\.\n +-> As the owner .*: select pgsched\.grant_access\('a b', 'observer'\)$"
 CURE = r"\(check --dsn or PGSCHED_DSN, and that the server runs\)$"
 NOBODY_THERE = Expected(1, r"^Error: connection is bad: .*No such file or directory.*" + CURE)
 
 SITUATIONS: dict[str, dict[str, Expected]] = {
-    "all is well": {"doctor": Expected(0, r"(?m)^ok +schema ")},
+    "all is well": {"doctor": Expected(0, r"(?m)^ok +schema "), "uninstall": REMOVED},
     "no schema": {
         **dict.fromkeys(COMMANDS, NO_SCHEMA),
         "doctor": Expected(1, r"(?m)^error +schema .*\n +-> Run pgsched migrate\.$"),
-        "migrate": Expected(0, "^applied 0001"),
+        "migrate": Expected(0, "^applied 0001.initial\n"),
+        "uninstall": Expected(0, "^(nothing to do: there is no|removed) schema pgsched"),
     },
     "no right to use the schema": {
-        **dict.fromkeys(COMMANDS, Expected(1, r"denied for schema .*\(pgsched doctor prints")),
-        "doctor": Expected(
-            1, r"(?m)^error +rights .*\n.*grant usage on schema pgsched to \"a b\";"
-        ),
-        "migrate": Expected(1, r'role "a b" may not install or upgrade schema pgsched'),
+        **dict.fromkeys(COMMANDS, Expected(1, "denied for schema" + GRANT)),
+        "doctor": Expected(1, CANNOT_LOOK + "USAGE on schema pgsched" + LET_IT_LOOK),
+        "migrate": Expected(4, r'role "a b" may not install or upgrade schema pgsched'),
+        "uninstall": Expected(1, r'role "a b" may not .* schema pgsched'),
     },
     "no right to call anything": {
-        **dict.fromkeys(COMMANDS, Expected(1, r"denied for function .*\(pgsched doctor prints")),
-        "doctor": Expected(1, r"(?m)^error +rights .*\n.*grant execute on .*pgsched\.reap_stale"),
-        "migrate": Expected(1, r'role "a b" may not install or upgrade schema pgsched'),
+        **dict.fromkeys(COMMANDS, Expected(1, "denied for function" + GRANT)),
+        "doctor": Expected(1, CANNOT_LOOK + "EXECUTE on diagnose" + LET_IT_LOOK),
+        "migrate": Expected(4, r'role "a b" may not install or upgrade schema pgsched'),
+        "uninstall": Expected(1, r'role "a b" may not .* schema pgsched'),
     },
     "a session that may only read": {
         **dict.fromkeys(COMMANDS, ONLY_READ),
@@ -125,34 +137,39 @@ SITUATIONS: dict[str, dict[str, Expected]] = {
     },
     "no server": {
         **dict.fromkeys(COMMANDS, NOBODY_THERE),
+        "migrate": NOBODY_THERE._replace(code=3),
         "doctor": Expected(1, r"(?m)^error +database +connection is bad: .*" + CURE),
         "worker": KEEPS_TRYING,
     },
     "no such database": {
         **dict.fromkeys(COMMANDS, Expected(1, 'database "nowhere" does not exist ' + CURE)),
         "doctor": Expected(1, r'(?m)^error +database .*"nowhere" does not exist ' + CURE),
+        "migrate": Expected(3, '"nowhere" does not exist ' + CURE),
         "worker": KEEPS_TRYING,
     },
     "a wrong password": {
         **dict.fromkeys(COMMANDS, Expected(1, 'authentication failed for user "c d" ' + CURE)),
         "doctor": Expected(1, r'(?m)^error +database .*failed for user "c d" ' + CURE),
+        "migrate": Expected(3, 'failed for user "c d" ' + CURE),
         "worker": KEEPS_TRYING,
     },
     "an older schema": {
         **dict.fromkeys(COMMANDS, MISSING),
-        "worker": Expected(-1, "does not exist"),
+        "worker": Expected(1, "at 0000, this package is made for .*: run pgsched migrate$"),
         "doctor": Expected(
-            1, r"(?m)^warning +schema .* 0001.* 0002\.\n +-> Run pgsched migrate\.$"
+            1, rf"(?m)^warning +schema .* 0000.* {NEXT}\.\n +-> Run pgsched migrate\.$"
         ),
-        "migrate": Expected(0, "^applied 0002.more$"),
+        "migrate": Expected(0, f"^applied {NEXT}.more$"),
+        "uninstall": REMOVED,
     },
     "a newer schema": {
         "doctor": Expected(
-            1, r"(?m)^warning +schema .* 9999.* 0001\.\n +-> Upgrade the package\.$"
+            1, rf"(?m)^warning +schema .* 9999.* {NEWEST}\.\n +-> Upgrade the package\.$"
         ),
         "migrate": Expected(
-            1, "^Error: schema pgsched is newer than this package.*upgrade pgsched$"
+            6, "^Error: schema pgsched is newer than this package.*upgrade pgsched$"
         ),
+        "uninstall": Expected(1, "^Error: schema pgsched is newer than this package"),
     },
 }
 
@@ -202,6 +219,7 @@ def database(
                 dsn = make_conninfo(own_server.dsn("app", "c d"), password="s3cret")
             case "an older schema":
                 conn.execute(DROP_FUNCTIONS)
+                conn.execute(MAKE_OLDER)
             case "a newer schema":
                 conn.execute(MAKE_NEWER)
         if situation == "a standby":
@@ -219,9 +237,9 @@ def package(situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if situation == "an older schema":
         later = tmp_path / "migrations"
         shutil.copytree(MIGRATIONS, later)
-        (later / "0002.more.sql").write_text("-- More.\n-- depends: 0001.initial\nselect 1;\n")
-        for module in (migrate, doctor):
-            monkeypatch.setattr(module, "MIGRATIONS", later)
+        (later / f"{NEXT}.more.sql").write_text("-- More.\n-- depends:\nselect 1;\n")
+        monkeypatch.setattr(migrate, "MIGRATIONS", later)
+        monkeypatch.setattr(doctor, "NEWEST_SCHEMA", NEXT)
 
 
 def test_every_command_with_a_database_is_tried() -> None:

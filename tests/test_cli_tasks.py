@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from command_line import pgsched, process, refused
 from oracle import Connect
-from workers import row
+from workers import NEWEST, row
 
 from pgsched import enqueue
 
@@ -250,7 +250,7 @@ def test_why_a_step_could_not_run_is_a_warning(dsn: str, connect: Connect) -> No
 
 
 def test_the_queues_as_json(dsn: str, conn: psycopg.Connection) -> None:
-    assert as_json("status", "--dsn", dsn) == {"schema": "0001", "queues": []}
+    assert as_json("status", "--dsn", dsn) == {"schema": NEWEST, "queues": []}
     enqueue(conn, "type", queue="mail")
     conn.execute("select pgsched.pause_queue('idle')")
     document = as_json("status", "--dsn", dsn)
@@ -265,7 +265,7 @@ def test_the_queues_as_json(dsn: str, conn: psycopg.Connection) -> None:
 
 def test_no_queues_are_said_to_be_none(dsn: str) -> None:
     assert pgsched("status", "--dsn", dsn).stdout == (
-        "schema 0001, 0 queues: none has tasks that are live or failed for good,"
+        f"schema {NEWEST}, 0 queues: none has tasks that are live or failed for good,"
         " or settings of its own\n"
     )
 
@@ -294,7 +294,7 @@ def test_one_look_at_the_top_as_text_and_as_json(dsn: str, conn: psycopg.Connect
         "worker  busy, dead        0      5      x.x s",
     ]
     document = as_json("top", "--dsn", dsn)
-    assert document["schema"] == "0001"
+    assert document["schema"] == NEWEST
     assert document["server"] == {
         "workers": 1,
         "slots": 5,

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 from command_line import process
-from workers import PATIENCE, install, quick, running, wait_until
+from workers import NEWEST, PATIENCE, install, quick, running, wait_until
 
 from pgsched import Task, enqueue
 from pgsched.embedded import Server
@@ -112,7 +112,7 @@ def test_it_shows_queues_and_workers_as_they_change(
     terminal = top(dsn)
     wait_until(lambda: terminal.shows("reports       1    1"))
     assert terminal.frame[1] == "workers: 0, slots: 0, running: 0, oldest snapshot: -"
-    assert terminal.frame[0].startswith("pgsched top, schema 0001, ")
+    assert terminal.frame[0].startswith(f"pgsched top, schema {NEWEST}, ")
     enqueue(conn, "again", queue="mail")
     with working(dsn):
         wait_until(lambda: terminal.shows("workers: 1, slots: 3, "))

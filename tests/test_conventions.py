@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 SCHEMA = ROOT / "sql" / "schema"
 FUNCTIONS = sorted((SCHEMA / "functions").glob("*.sql"))
 PACKAGE = sorted((ROOT / "pgsched").glob("*.py"))
-# What a worker or a producer runs: neither the installer nor the private server and its demo.
-DRIVER = [path for path in PACKAGE if path.stem not in ("migrate", "embedded", "demo")]
+# What a worker or a producer runs: not what installs and removes, the private server and its demo.
+DRIVER = [path for path in PACKAGE if path.stem not in ("migrate", "schema", "embedded", "demo")]
 
 MAX_LINES = 2_500
 """Of code, without the private server and the demo."""

@@ -16,11 +16,13 @@ from typing import Any
 import oracle
 import psycopg
 import pytest
+from installing import IDS
 from pgbouncer import POOL_SIZE, PgBouncer
 from psycopg import sql
 from psycopg.types.json import Jsonb
 from workers import (
     LISTENERS,
+    NEWEST,
     PATIENCE,
     REAP,
     WorkerProcess,
@@ -154,7 +156,7 @@ def test_every_function_may_be_called(dsn: str, pooled: str, in_transaction: boo
             return {"ids": [claim["id"]], "claim_tokens": [claim["claim_token"]]}
 
         with conn.transaction() if in_transaction else nullcontext():
-            assert call("schema_version") == [("0001",)]
+            assert call("schema_version") == [(NEWEST,)]
             call("configure_queue", queue="q", keep_completed=timedelta(0))
             call("pause_queue", queue="q")
             call("resume_queue", queue="q")
@@ -190,6 +192,8 @@ def test_every_function_may_be_called(dsn: str, pooled: str, in_transaction: boo
             assert call("server_stats")[0][0] == 1
             assert call("diagnose")
             call("unregister_worker", id=worker)
+            call("grant_access", role="pg_monitor", kind="observer")
+            call("revoke_access", role="pg_monitor", kind="observer")
 
     public = "where pronamespace = 'pgsched'::regnamespace and proname !~ '^_'"
     assert called == set(ask(dsn, f"select proname from pg_proc {public}"))
@@ -254,8 +258,8 @@ def test_six_sessions_drain_what_a_reaper_brings_back_too(dsn: str, pooled: str)
 def test_the_schema_is_installed_by_two_at_once(server: Server, pgbouncer: PgBouncer) -> None:
     dsn, pooled = server.create_database("empty"), pgbouncer.dsn("empty")
     applied = oracle.together([lambda: migrate(pooled)] * 2)
-    assert sorted(map(len, applied)) == [0, 1]
-    assert ask(pooled, "select pgsched.schema_version()") == ["0001"]
+    assert sorted(itertools.chain(*applied)) == IDS
+    assert ask(pooled, "select pgsched.schema_version()") == [NEWEST]
     assert migrate(pooled) == []
     assert_clean(dsn, pooled)
 

@@ -154,6 +154,7 @@ def test_every_file_passes_and_leaves_no_trace(server: Server, attribute: str) -
         assert not rights_are_skipped(server)
 
 
+@pytest.mark.long
 def test_every_file_passes_while_others_work(server: Server, reaping_often: None) -> None:
     """A worker empties two queues, and a transaction holds what the worker leaves alone.
 

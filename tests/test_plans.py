@@ -45,14 +45,6 @@ def prepare(conn: psycopg.Connection) -> dict[str, Any]:
         alter table pgsched.finished_tasks set (autovacuum_enabled = off);
         """
     )
-    claims = []
-    for _ in range(4):
-        oracle.enqueue(conn, queue="q")
-        claims += oracle.claim(conn, queue="q")
-    running, failed, done, stale = claims
-    oracle.fail(conn, failed, permanent=True)
-    oracle.complete(conn, done)
-    oracle.expire(conn, [stale])
     conn.execute(
         """
         select count(*)
@@ -75,6 +67,15 @@ def prepare(conn: psycopg.Connection) -> dict[str, Any]:
         """,
         {"tasks": TASKS},
     )
+    # Behind the backlog by id, before it by priority.
+    claims = []
+    for _ in range(4):
+        oracle.enqueue(conn, queue="q", priorities=[0])
+        claims += oracle.claim(conn, queue="q")
+    running, failed, done, stale = claims
+    oracle.fail(conn, failed, permanent=True)
+    oracle.complete(conn, done)
+    oracle.expire(conn, [stale])
     # As after a vacuum of a table that was empty and large.
     conn.execute(
         """

@@ -34,6 +34,7 @@ CALLS = {
     "extend_tasks": "array[%(running)s], array[%(token)s]",
     "fail_task": "%(running)s, %(token)s, 'boom'",
     "fail_tasks": "array[%(running)s], array[%(token)s], array['boom']",
+    "grant_access": "'pg_monitor', 'observer'",
     "hold_task": "%(running)s, %(token)s",
     "maintain": "",
     "notify_channel": "'mail'",
@@ -53,6 +54,7 @@ CALLS = {
     "reschedule_task": "%(queued)s, null",
     "resume_queue": "'paused'",
     "retry_task": "%(failed)s",
+    "revoke_access": "'pg_monitor', 'observer'",
     "schema_version": "",
     "unregister_worker": "%(worker)s",
 }
@@ -175,13 +177,14 @@ def test_a_read_only_session_is_refused_and_locks_nothing(connect: Connect) -> N
 
 
 @contextmanager
-def standby_of(server: Server, conn: psycopg.Connection) -> Iterator[Server]:
+def standby_of(server: Server, conn: psycopg.Connection, **settings: str) -> Iterator[Server]:
     """A running hot standby of the server that `conn` is connected to."""
     [(connections,)] = conn.execute("show max_connections")
     settings = {
         "primary_conninfo": server.dsn(),
         "max_connections": connections,
         "fsync": "off",
+        **settings,
     }
     with closing(Server(settings=settings)) as standby:
         data = standby.folder / "data"

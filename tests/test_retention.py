@@ -191,6 +191,27 @@ def test_large_tasks_go_although_each_takes_time(connect: Connect) -> None:
     assert prune_all(pruner) == 297
 
 
+def test_a_call_deletes_for_half_a_second_at_most(connect: Connect) -> None:
+    conn = connect()
+    configure(conn)
+    add_finished(conn, range(1, 4))
+    conn.execute(
+        """
+        create function oracle.sleep() returns trigger language plpgsql as $$
+        begin
+          perform pg_sleep(0.6);
+          return old;
+        end;
+        $$;
+        create trigger sleep before delete on pgsched.finished_tasks
+          for each row execute function oracle.sleep();
+        """
+    )
+    assert oracle.prune(conn) == 1
+    conn.execute("drop trigger sleep on pgsched.finished_tasks")
+    assert oracle.prune(conn) == 2
+
+
 def test_a_queue_that_keeps_no_completed_tasks_never_stores_one(connect: Connect) -> None:
     conn = connect()
     configure(conn)

@@ -134,7 +134,11 @@ def test_multiprocessing_may_fork(dsn: str, conn: psycopg.Connection, tmp_path: 
     @worker.task("pool")
     def pool(task: Task) -> list[int]:
         with multiprocessing.get_context("fork").Pool(2) as processes:
-            return processes.map(abs, [-1, -2, -3])
+            results = processes.map(abs, [-1, -2, -3])
+            # Python loses the SIGTERM of terminate(), if it has a handler, in a child just forked.
+            processes.close()
+            processes.join()
+            return results
 
     with running(worker):
         wait_until(lambda: len(sessions(conn)) == 3)

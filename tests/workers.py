@@ -18,8 +18,12 @@ from mutants import install as install_mutant
 
 from pgsched import Task, Worker
 from pgsched.embedded import Server
+from pgsched.migrate import MIGRATIONS
 
 SCHEMA = Path(__file__).parent.parent / "sql" / "schema" / "schema.sql"
+
+NEWEST = max(path.name for path in MIGRATIONS.glob("*.sql")).partition(".")[0]
+"""The version of the schema."""
 
 PATIENCE = 30.0
 """Seconds that a test waits for what has to happen, on a machine that is slow today."""

@@ -57,3 +57,8 @@ create schema pgsched;
 \ir functions/findings.sql
 \ir functions/diagnose.sql
 \ir functions/schema_version.sql
+
+-- Rights
+\ir functions/access.sql
+\ir functions/grant_access.sql
+\ir functions/revoke_access.sql

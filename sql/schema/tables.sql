@@ -203,5 +203,10 @@ create index listeners_worker_id_idx on pgsched.listeners (worker_id);
 comment on table pgsched.listeners is
   'Which worker listens for new tasks of which queue: enqueuing sends a NOTIFY only to those.';
 
+-- Default privileges may have given PUBLIC something. Whoever may use the type of a row can make an
+-- object that hinders changes of the table.
+revoke all on schema pgsched from public;
 revoke all on all tables in schema pgsched from public;
 revoke all on all sequences in schema pgsched from public;
+revoke all on type pgsched.queues, pgsched.scheduled_tasks, pgsched.finished_tasks, pgsched.workers,
+  pgsched.listeners from public;

@@ -16,3 +16,4 @@ create view pgsched.tasks as
 comment on view pgsched.tasks is 'Every task, live and finished; a task is in exactly one of both.';
 
 revoke all on pgsched.tasks from public;
+revoke all on type pgsched.tasks from public;

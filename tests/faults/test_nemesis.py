@@ -285,7 +285,9 @@ DURING: dict[str, Effect] = {
 }
 
 AFTER: dict[str, Effect] = {
-    "kill_server_process": lambda s: s.has_recovered() and not s.has_restarted(),
+    "kill_server_process": lambda s: (
+        s.has_recovered() and not refuses(s.dsn) and not s.has_restarted()
+    ),
     "stop_server": lambda s: s.has_restarted() and not s.has_recovered(),
     "stop_server_immediate": lambda s: s.has_restarted() and s.has_recovered(),
     "terminate_session": lambda s: s.has_lost(s.sessions),

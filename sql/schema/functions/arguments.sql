@@ -1,7 +1,7 @@
 -- Checks that several functions share. A fault is an array of message and hint, or null; these are
 -- single expressions, which the planner inlines. The others return the checked value, since
 -- PL/pgSQL evaluates an assignment several times faster than a perform. All run inside functions
--- that pin search_path.
+-- that pin search_path. Arguments may bring a collation that no regular expression takes.
 
 create function pgsched._name_fault(p_argument text, p_value text)
   returns text[]
@@ -9,7 +9,8 @@ create function pgsched._name_fault(p_argument text, p_value text)
   immutable
 as $$
   select case
-           when (octet_length(p_value) between 1 and 63 and p_value !~ '[[:cntrl:]]') is not true
+           when (octet_length(p_value) between 1 and 63
+                 and p_value collate "default" !~ '[[:cntrl:]]') is not true
            then array[
                   p_argument || ' is not a valid name: '
                     || coalesce(quote_literal(left(p_value, 80)), 'null'),

@@ -62,6 +62,21 @@ as $$
     from pg_class as c
    where c.relnamespace = 'pgsched'::regnamespace and c.relkind = 'r' and c.relpersistence = 'u'
    union all
+  select 'objects', 'error',
+         format('Ids of %s are given again: %s is there, and the next one is %s.',
+                h.name, h.id, coalesce(q.last_value, 0) + 1),
+         -- Those that were deleted may have been higher.
+         format('select setval(%L, %s)', 'pgsched.' || h.sequence,
+                least(h.id::numeric + 1000000, 9223372036854775807))
+    from (values
+      ('tasks', 'scheduled_tasks_id_seq', greatest(
+         (select max(t.id) from pgsched.scheduled_tasks as t),
+         (select max(f.id) from pgsched.finished_tasks as f))),
+      ('workers', 'workers_id_seq', (select max(w.id) from pgsched.workers as w))
+      ) as h (name, sequence, id)
+    join pg_sequences as q on q.schemaname = 'pgsched' and q.sequencename = h.sequence
+   where h.id > coalesce(q.last_value, 0)
+   union all
   select 'vacuum', 'error', format('Autovacuum is switched off for table %s.', c.relname),
          format('alter table pgsched.%I reset (autovacuum_enabled)', c.relname)
     from pg_class as c
@@ -81,9 +96,54 @@ as $$
 $$;
 
 comment on function pgsched._find_damage is
-  'What is wrong with the tables and indexes, and whether vacuum keeps up.';
+  'What is wrong with the tables, indexes and sequences, and whether vacuum keeps up.';
 
 revoke all on function pgsched._find_damage from public;
+
+-- A restore without privileges leaves PUBLIC what PostgreSQL gives it, EXECUTE; default privileges
+-- of the role that restores may give more. Rights on the types of rows no dump keeps.
+create function pgsched._find_rights()
+  returns table (check_name text, level text, finding text, advice text)
+  language sql
+  stable
+as $$
+  select 'public', r.level,
+         format('PUBLIC has rights on %s (%s), and so has every role that may use the schema.',
+                r.kind, r.objects),
+         format('revoke all on %s from public', r.what)
+    from (
+      select 'warning', 'functions', count(*), 'all routines in schema pgsched'
+        from pg_proc as p
+       where p.pronamespace = 'pgsched'::regnamespace
+         and has_function_privilege('public', p.oid, 'execute')
+       union all
+      select 'warning', 'tables', count(*), 'all tables in schema pgsched'
+        from pg_class as c
+       where c.relnamespace = 'pgsched'::regnamespace and c.relkind in ('r', 'v')
+         and has_table_privilege(
+               'public', c.oid,
+               'select, insert, update, delete, truncate, references, trigger')
+       union all
+      select 'warning', 'sequences', count(*), 'all sequences in schema pgsched'
+        from pg_class as c
+       where c.relnamespace = 'pgsched'::regnamespace
+         and case when c.relkind = 'S'
+                  then has_sequence_privilege('public', c.oid, 'usage, select, update')
+             end
+       union all
+      select 'note', 'row types', count(*),
+             'type ' || string_agg(format('pgsched.%I', c.relname), ', ' order by c.relname)
+        from pg_class as c
+       where c.relnamespace = 'pgsched'::regnamespace and c.relkind in ('r', 'v')
+         and c.relname !~ '^_?yoyo_'
+         and has_type_privilege('public', c.reltype, 'usage')) as r (level, kind, objects, what)
+   where r.objects > 0
+$$;
+
+comment on function pgsched._find_rights is
+  'What PUBLIC may do, and should not.';
+
+revoke all on function pgsched._find_rights from public;
 
 create function pgsched._find_snapshots()
   returns table (check_name text, level text, finding text, advice text)

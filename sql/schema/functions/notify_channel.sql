@@ -5,7 +5,9 @@ create function pgsched.notify_channel(p_queue text)
   security definer
   set search_path = pg_catalog, pg_temp
 as $$
-  select 'pgsched_' || to_hex(hashtextextended(pgsched._name('p_queue', p_queue), 0))
+  -- An argument may bring a collation by which other names have the same hash.
+  select 'pgsched_'
+         || to_hex(hashtextextended(pgsched._name('p_queue', p_queue) collate "default", 0))
 $$;
 
 comment on function pgsched.notify_channel is

@@ -13,13 +13,13 @@ create function pgsched.prune_finished(p_limit integer default 10000)
 as $$
 declare
   v_now timestamptz := clock_timestamp();
-  v_time_left interval := '0.5 seconds';
+  v_time_left interval := interval '0.5 seconds';
   v_start timestamptz;
   v_kind record;
   v_ids bigint[];
   v_from integer;
   v_step integer := 1;
-  v_deleted bigint := 0;
+  v_deleted bigint := 0::bigint;
 begin
   if (p_limit between 1 and 100000) is not true then
     raise exception using

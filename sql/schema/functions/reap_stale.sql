@@ -46,10 +46,11 @@ begin
      limit p_limit);
   if v_ids <> '{}' then
     return query select r.id, r.status from pgsched._reap_tasks(v_ids, v_now) as r;
+    -- Not "= 'queued'": that would let the index of all that are queued be read for these few.
     perform pgsched._notify(array(
       select t.queue
         from pgsched.scheduled_tasks as t
-       where t.id = any (v_ids) and t.status = 'queued'));
+       where t.id = any (v_ids) and t.status <> 'processing'));
   end if;
 
   -- Of who is gone nothing is left to find: no more need to look for it.
@@ -111,7 +112,7 @@ begin
        where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
   end if;
   if p_now < v_start + interval '5 seconds' then
-    return '{}';
+    return '{}'::text[];
   end if;
   update pgsched.workers as w
      set suspect_since = case when w.id = any (v_absent) then p_now end
@@ -160,6 +161,7 @@ begin
                       t.claimed_by, t.attempt)
                from unnest(p_ids) with ordinality as i (id, position)
                join pgsched.scheduled_tasks as t on t.id = i.id
+              where t.id = any (p_ids)
               order by i.position),
            array_fill(0::double precision, array[cardinality(p_ids)]),
            null) as e;

@@ -23,10 +23,10 @@ begin
   end if;
 
   delete from pgsched.listeners as l
-   where l.worker_id = p_worker_id and l.queue <> all (p_queues);
+   where l.worker_id = p_worker_id and l.queue <> all (p_queues collate "default");
   insert into pgsched.listeners (queue, worker_id)
   select distinct q.name, p_worker_id
-    from unnest(p_queues) as q (name)
+    from unnest(p_queues collate "default") as q (name)
    order by q.name
       on conflict do nothing;
 end;

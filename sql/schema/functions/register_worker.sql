@@ -22,7 +22,10 @@ begin
   -- Not by an upsert, which would wait for an open reap_stale that suspects this worker, and the
   -- worker's leases with it. A presence counts where it is to be seen: not that of another server
   -- or database, and not that of the id that the worker had before its row was deleted.
-  select w.id into v_id from pgsched.workers as w where w.name = p_name for no key update nowait;
+  select w.id into v_id
+    from pgsched.workers as w
+   where w.name = p_name collate "default"
+     for no key update nowait;
   if found then
     update pgsched.workers as w
        set queues = p_queues, slots = p_slots, seen_at = v_now, suspect_since = null,
