@@ -18,6 +18,9 @@ _CREATED = {
     for kind, words in {"routine": "function|procedure", "view": "view", "table": "table"}.items()
 }
 
+# From the table: what a function says of a name may be from before the wait for the lock.
+_SCHEMA = "select current_database(), (select oid from pg_namespace where nspname = 'pgsched')"
+
 _COUNTS = """
 select (select count(*) from (select from pgsched.scheduled_tasks limit 10000) as t),
        (select count(*) from (select from pgsched.finished_tasks limit 10000) as t),
@@ -70,10 +73,10 @@ def uninstall(dsn: str, agree: Callable[[Document], None] | None = None) -> Docu
     """
     with migrate._Backend(dsn, default_migration_table) as backend:
         try:
-            there = _look(backend, remove=False)
+            there = _look(backend, remove=False) if agree else {}
             if there and agree:
                 agree(there)
-            return there and _look(backend, remove=True)
+            return None if there is None else _look(backend, remove=True)
         except (errors.LockNotAvailable, errors.DeadlockDetected) as error:
             raise WaitedTooLong(f"nothing was removed: {backend.holders()}") from error
         except (errors.DependentObjectsStillExist, errors.AmbiguousFunction) as error:
@@ -94,7 +97,7 @@ def _look(backend: migrate._Backend, *, remove: bool) -> Document | None:
         execute("set local lock_timeout to '2s'; set local statement_timeout to 0")
         if remove:
             execute("select pg_advisory_xact_lock(%s, %s)", MIGRATION_LOCK)
-        [(database, oid)] = execute("select current_database(), to_regnamespace('pgsched')")
+        [(database, oid)] = execute(_SCHEMA)
         if oid is None:
             return None
         backend.become_owner()

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Puts PostgreSQL's programs with plpgsql_check into $1/bin; no server is installed or started.
 # Its servers profile every PL/pgSQL function that is called. Takes Debian's package, unpacked in
-# place, for the newest major version that the package lists know. PYTHON is one with pip.
+# place, for the newest major version that the package lists know; PYTHON has pip.
 set -eu
 
 target=$1

