@@ -419,7 +419,11 @@ def test_nothing_counts_from_before_a_start_of_the_server_and_soon_after(
         )
         before = conn.execute(since).fetchone()
         if crash:
-            os.kill(conn.info.backend_pid, signal.SIGKILL)
+            with psycopg.connect(own_server.dsn()) as other:
+                os.kill(conn.info.backend_pid, signal.SIGKILL)
+                # When the server ends all sessions, it has seen it.
+                with pytest.raises(psycopg.OperationalError):
+                    other.execute("select pg_sleep(30)")
     if crash:
         wait_until(lambda: answers(own_server.dsn()))
     else:

@@ -138,4 +138,5 @@ def test_a_full_disk_is_no_success() -> None:
     with Path("/dev/full").open("w") as full, process("sql", stdout=full) as command:
         assert command.stderr
         assert command.stderr.read().startswith("Error: ")
-        assert command.wait(PATIENCE) == 1
+        # Python's own, 120, when it cannot write the rest at its end either.
+        assert command.wait(PATIENCE) in (1, 120)
