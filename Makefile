@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Half of the tests' time is waiting, so they are more at once than there may be processors; files
+# Two at once, whatever the machine: tests with deadlines have to be as good everywhere. Files
 # in their order, in which a long one comes first.
 PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 
