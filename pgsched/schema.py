@@ -28,7 +28,11 @@ select (select count(*) from (select from pgsched.scheduled_tasks limit 10000) a
          where w.seen_at > clock_timestamp() - interval '2 minutes')
 """
 
+# Another operator on the search path would be bound into checks for good.
 _SET = "select pg_catalog.set_config('{}', {}, true);".format
+_KEEP = _SET("pgsched.search_path", "pg_catalog.current_setting('search_path')")
+_PIN = _SET("search_path", "'pgsched, pg_temp'")
+_RESTORE = _SET("search_path", "pg_catalog.current_setting('pgsched.search_path')")
 
 _NAMED = 5
 """So many of the things that are in the way are named."""
@@ -48,18 +52,15 @@ def script(after: str | None = None) -> str:
         "-- To be run whole, in one transaction, by a migration tool that leaves it as it is, or:",
         "--   psql -X -1 -v ON_ERROR_STOP=1 -d DATABASE -f THIS_FILE",
         *([] if after else ["", "create schema pgsched;"]),
-        # Another operator on the search path would be bound into checks for good.
-        *("", _SET("pgsched.search_path", "pg_catalog.current_setting('search_path')")),
-        _SET("search_path", "'pgsched, pg_temp'"),
     ]
-    for migration in package:
-        if migrate._number(migration.id) > first:
-            text = Path(migration.path).read_text("utf-8").rstrip("\n")
-            # A line for yoyo, which would heed it in a migration of the application's, too.
-            text = re.sub(r"^-- depends:.*\n", "", text, flags=re.MULTILINE)
-            lines += ["", f"-- {migration.id}", text]
-    lines += ["", _SET("search_path", "pg_catalog.current_setting('pgsched.search_path')"), ""]
-    return "\n".join(lines)
+    body: list[str] = []
+    for migration in (each for each in package if migrate._number(each.id) > first):
+        # A line for yoyo, which would heed it in a migration of the application's, too.
+        text = re.sub(r"(?m)^-- depends:.*\n", "", Path(migration.path).read_text("utf-8"))
+        body += ["", f"-- {migration.id}", text.rstrip("\n")]
+    if body:
+        body = ["", _KEEP, _PIN, *body, "", _RESTORE]
+    return "\n".join([*lines, *body, ""])
 
 
 def uninstall(dsn: str, agree: Callable[[Document], None] | None = None) -> Document | None:
