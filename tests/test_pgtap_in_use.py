@@ -23,7 +23,7 @@ DOCUMENT = ROOT / "docs" / "testing.md"
 FILES = len(list(TESTS.glob("*.sql")))
 PGTAP = TOOLS / "pgtap.sql"
 DATABASE = "in_use"
-ROLES = ["shop_owner", "shop_worker", "shop_analyst"]
+ROLES = ["in_use_owner", "in_use_worker", "in_use_analyst"]
 
 FILL = """
 create schema shop;
@@ -32,10 +32,10 @@ create function shop.plan(integer) returns text language sql as 'select null';
 grant all on schema shop to public;
 grant all on all tables in schema shop to public;
 
-grant usage on schema pgsched to shop_worker, shop_analyst;
-grant execute on all functions in schema pgsched to shop_worker with grant option;
-grant select on all tables in schema pgsched to shop_analyst;
-grant update (payload) on pgsched.scheduled_tasks to shop_analyst;
+grant usage on schema pgsched to in_use_worker, in_use_analyst;
+grant execute on all functions in schema pgsched to in_use_worker with grant option;
+grant select on all tables in schema pgsched to in_use_analyst;
+grant update (payload) on pgsched.scheduled_tasks to in_use_analyst;
 
 insert into pgsched.queues (
        name, paused, max_attempts, retry_delay, retry_delay_max, max_payload_bytes, keep_completed)
@@ -102,9 +102,9 @@ def database_in_use(server: Server, attribute: str) -> Iterator[str]:
         try:
             for role in ROLES:
                 admin.execute(f"create role {role} login".encode())
-            admin.execute(f"alter role shop_owner {attribute}".encode())
-            admin.execute(f"create database {DATABASE} owner shop_owner".encode())
-            dsn = server.dsn(DATABASE, "shop_owner")
+            admin.execute(f"alter role in_use_owner {attribute}".encode())
+            admin.execute(f"create database {DATABASE} owner in_use_owner".encode())
+            dsn = server.dsn(DATABASE, "in_use_owner")
             migrate(dsn)
             with psycopg.connect(dsn, autocommit=True) as owner:
                 owner.execute(FILL.encode())
@@ -142,7 +142,7 @@ def dump(server: Server) -> str:
 def test_every_file_passes_and_leaves_no_trace(server: Server, attribute: str) -> None:
     with database_in_use(server, attribute) as dsn:
         before, locks_before = dump(server), ask(dsn, LOCKS)
-        done = prove(server, DATABASE, user="shop_owner")
+        done = prove(server, DATABASE, user="in_use_owner")
         assert done.returncode == 0, done.stdout
         files, _ = ran(done.stdout)
         assert files == FILES
@@ -175,7 +175,7 @@ def test_every_file_passes_while_others_work(server: Server, reaping_often: None
         [before] = ask(dsn, finished)
         with running(worker):
             wait_until(lambda: ask(dsn, finished) > [before])
-            done = prove(server, DATABASE, user="shop_owner")
+            done = prove(server, DATABASE, user="in_use_owner")
             assert done.returncode == 0, done.stdout
             assert rights_are_skipped(server)
 
@@ -183,9 +183,9 @@ def test_every_file_passes_while_others_work(server: Server, reaping_often: None
 def rights_are_skipped(server: Server) -> bool:
     """Whether the tests of rights are skipped, since the owner may not create a role for them."""
     file = str(TESTS / "schema_version.sql")
-    options = ["-XqAt", "-U", "shop_owner", "-d", DATABASE, "-f", file]
+    options = ["-XqAt", "-U", "in_use_owner", "-d", DATABASE, "-f", file]
     output = server.run("psql", *options, capture_output=True, check=True).stdout
-    return "# SKIP shop_owner may not create a role" in output
+    return "# SKIP in_use_owner may not create a role" in output
 
 
 def test_a_file_waits_for_that_of_another_run(
