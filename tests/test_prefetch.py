@@ -351,6 +351,9 @@ def test_a_queue_that_was_empty_does_not_take_everything_when_it_returns(
             for _ in range(100):
                 enqueue(conn, "noop", queue="returning")
                 enqueue(conn, "noop", queue="steady")
+        # Before the other one is to be asked again, this one is served alone.
+        due = time.monotonic() + 2 * worker.poll_interval
+        wait_until(lambda: time.monotonic() > due)
         gate.set()
         wait_until(lambda: len(ran) > 101 + 60)
     assert 20 < Counter(ran[101:161])["steady"] < 40
