@@ -34,17 +34,27 @@ MIGRATION_LOCK = (1338, 1)
 INSTALLER_PATIENCE = 600.0
 """Seconds for which other installers are waited for."""
 
-# As a superuser perhaps, so without what others may have planted, in schema pgsched too.
+# With the rights of the owner, so without what others may have planted, in schema pgsched too.
 _ALONE = "set local search_path to pg_catalog, pg_temp"
 
-# The owner of the tables or, where there are none, of the schema; none: there is no schema either.
+# Who makes what is made: the owner of the tables or, where there are none, of the schema or, where
+# there is none, the role itself. A superuser would run that owner's code with all rights, whatever
+# role it has set, so only the schema of a superuser is for superusers.
 _OWNER = """
-select current_user, current_database(), pg_get_userbyid(coalesce(c.relowner, n.nspowner)),
-       coalesce(pg_has_role(coalesce(c.relowner, n.nspowner), 'member'),
-                has_database_privilege(current_database(), 'create'))
-  from (values (1)) as one
+select coalesce(o.rolname, current_user), n.oid is not null, s.rolsuper,
+       case when o.oid is null and not has_database_privilege(current_database(), 'create')
+            then format('role %1$I may not create schema pgsched in database %2$I: first'
+                        ' grant create on database %2$I to %1$I',
+                        current_user, current_database())
+            when s.rolsuper > o.rolsuper or not pg_has_role(o.oid, 'member')
+            then format('role %I may not change schema pgsched in database %I:'
+                        ' run as its owner, %I', session_user, current_database(), o.rolname)
+       end
+  from pg_roles as s
        left join pg_namespace as n on n.nspname = 'pgsched'
        left join pg_class as c on c.relnamespace = n.oid and c.relname = 'scheduled_tasks'
+       left join pg_roles as o on o.oid = coalesce(c.relowner, n.nspowner)
+ where s.rolname = session_user
 """
 
 # With the digest of the file, where it is known; the last row of a migration counts.
@@ -54,6 +64,17 @@ select m.migration_id, substring(l.comment from '^sha256 (.*)')
        left join pgsched._yoyo_log as l
        on l.migration_hash = m.migration_hash and l.operation in ('apply', 'mark')
  order by l.created_at_utc
+"""
+
+# A dump without data has the table without its row.
+_VERSION = """
+insert into pgsched._yoyo_version
+select 2, clock_timestamp() at time zone 'utc'
+ where not exists (select from pgsched._yoyo_version)
+"""
+
+_PRIVATE = """
+revoke all on type pgsched._yoyo_log, pgsched._yoyo_migration, pgsched._yoyo_version from public
 """
 
 # Of others, on tables of the schema or as an installer; the oldest first.
@@ -102,6 +123,8 @@ class UnknownMigration(MigrationError):
 EXIT_CODES: dict[type[Exception], int] = {
     UnknownMigration: 2,
     psycopg.OperationalError: 3,
+    errors.IdleInTransactionSessionTimeout: 3,
+    errors.TransactionTimeout: 3,
     NotAllowed: 4,
     errors.ReadOnlySqlTransaction: 5,
     SchemaNewer: 6,
@@ -113,6 +136,15 @@ EXIT_CODES: dict[type[Exception], int] = {
 
 class _OtherInstaller(Exception):
     """Another installer is at work."""
+
+
+# Somebody has what is needed; has changed, at this moment, the same rights; has just uninstalled.
+_MEANWHILE = (
+    errors.LockNotAvailable,
+    errors.DeadlockDetected,
+    errors.InternalError_,
+    errors.UndefinedTable,
+)
 
 
 def migrate(
@@ -149,14 +181,17 @@ def migrate(
             try:
                 step = backend.step(package, last, dry_run=dry_run)
             except errors.InsufficientPrivilege as error:
-                message = f"{error.diag.message_primary}: run as the owner of schema pgsched"
-                raise NotAllowed(message) from error
-            except (_OtherInstaller, errors.LockNotAvailable, errors.DeadlockDetected) as error:
+                rule = "run as the owner of schema pgsched, which has to own all in it"
+                raise NotAllowed(f"{error.diag.message_primary}: {rule}") from error
+            except AssertionError as error:
+                newer = "yoyo's tables in schema pgsched are of a newer yoyo-migrations: upgrade it"
+                raise MigrationError(newer) from error
+            except (_OtherInstaller, *_MEANWHILE) as error:
                 other, pause = isinstance(error, _OtherInstaller), uniform(0.2, 0.6)
                 patience = INSTALLER_PATIENCE if other else lock_timeout
                 deadline = deadlines.setdefault(other, time.monotonic() + patience)
                 if time.monotonic() + pause > deadline:
-                    message = f"gave up after {patience:g} s: {backend.holders()}"
+                    message = f"gave up after {patience:g} s: {backend.holders() or error}"
                     raise WaitedTooLong(message) from error
                 time.sleep(pause)
                 continue
@@ -234,7 +269,10 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
             if not self.become_owner():
                 execute("create schema pgsched")
             execute("set local search_path to pgsched, pg_temp")
+            if self.version_table in tables:
+                execute(_VERSION)
             upgrade(self)
+            execute(_PRIVATE)
             unmarked, pending = self.compare(package, last)
             for migration in unmarked:
                 self.mark_one(migration)
@@ -245,18 +283,14 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
                 self.mark_one(migration, log=False)
             return [migration.id for migration in pending[:1]]
 
-    def become_owner(self, *, dry_run: bool = False) -> Any:
-        """Let the owner of the tables make what is made, and return its name; None: no schema."""
-        [(user, database, owner, allowed)] = self.connection.execute(_OWNER)
-        if allowed:
-            self.connection.execute("select set_config('role', %s, true)", [owner or user])
-        elif not dry_run:
-            raise NotAllowed(
-                f'role "{user}" may not install or upgrade schema pgsched in database "{database}":'
-                " run as the owner of the schema or, where there is none yet, first"
-                f' grant create on database "{database}" to "{user}"'
-            )
-        return owner
+    def become_owner(self, *, dry_run: bool = False) -> bool:
+        """Let the owner make what is made; is there a schema?"""
+        [(owner, there, superuser, refusal)] = self.connection.execute(_OWNER)
+        if refusal and (superuser or not dry_run):
+            raise NotAllowed(refusal)
+        if not refusal:
+            self.connection.execute("select set_config('role', %s, true)", [owner])
+        return bool(there)
 
     def compare(self, package: Migrations, last: int) -> tuple[Migrations, Migrations]:
         """What is there without its mark, and what is to be applied; both in order."""
@@ -288,11 +322,11 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
         )
 
     def holders(self) -> str:
-        """Who may have been in the way."""
+        """Who is in the way now, if anybody."""
         with self.transaction():
             self.connection.execute(_ALONE)
             rows = self.connection.execute(_LOCKS, MIGRATION_LOCK).fetchmany(3)
-        return "; ".join(text for (text,) in rows) or "nobody is in the way now"
+        return "; ".join(text for (text,) in rows)
 
     # What follows replaces yoyo's own, where it is called by the bookkeeping used above.
 

@@ -79,7 +79,7 @@ def uninstall(dsn: str, agree: Callable[[Document], None] | None = None) -> Docu
                 agree(there)
             return None if there is None else _look(backend, remove=True)
         except (errors.LockNotAvailable, errors.DeadlockDetected) as error:
-            raise WaitedTooLong(f"nothing was removed: {backend.holders()}") from error
+            raise WaitedTooLong(f"nothing was removed: {backend.holders() or error}") from error
         except (errors.DependentObjectsStillExist, errors.AmbiguousFunction) as error:
             others = (error.diag.message_detail or error.diag.message_primary or "").splitlines()
             more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""

@@ -13,6 +13,7 @@ import busy
 import psycopg
 import pytest
 from busy import content
+from installing import IDS, marks
 from psycopg import sql
 from workers import PATIENCE, quick, row, running, shorten_grace, wait_for, wait_until
 
@@ -283,6 +284,16 @@ def test_the_installer_has_nothing_to_do(
 ) -> None:
     assert migrate(server.dsn("copy", user=form.role)) == []
     assert content(copy) == backup.content
+
+
+def test_a_copy_without_data_is_a_new_installation(server: Server, dsn: str) -> None:
+    dumped = pg_dump(server, psycopg.conninfo.conninfo_to_dict(dsn)["dbname"], "--schema-only")
+    with psycopg.connect(server.create_database("empty_copy"), autocommit=True) as conn:
+        conn.execute(dumped.encode())
+        conn.execute("reset all")
+        assert migrate(server.dsn("empty_copy")) == []
+        assert migrate(server.dsn("empty_copy"), to=IDS[-1]) == []
+        assert marks(conn) == IDS
 
 
 def test_functions_and_rights_are_those_of_the_original(

@@ -64,7 +64,23 @@ def test_an_invalid_index_is_found_and_the_advice_cures_it(conn: psycopg.Connect
         )
     assert found(conn, "objects") == [("error", "Index scheduled_tasks_odd is not valid.")]
     conn.execute("update pgsched.scheduled_tasks set task_type = id::text")
-    conn.execute(advice(conn, "objects").removeprefix("Build it again: ").encode())
+    cure = advice(conn, "objects").removeprefix("Build it again: ")
+    assert cure.startswith("reindex index concurrently ")
+    conn.execute(cure.encode())
+    assert found(conn, "objects") == []
+
+
+@pytest.mark.parametrize("name", ["scheduled_tasks_claim_idx_ccnew", "tasks_ccold12"])
+def test_what_a_broken_reindex_left_is_found_and_the_advice_removes_it(
+    conn: psycopg.Connection, name: str
+) -> None:
+    conn.execute(f"create index {name} on pgsched.scheduled_tasks (task_type)".encode())
+    conn.execute(
+        "update pg_index set indisvalid = false where indexrelid = %s::regclass",
+        [f"pgsched.{name}"],
+    )
+    assert found(conn, "objects") == [("error", f"Index {name} is not valid.")]
+    conn.execute(advice(conn, "objects").removeprefix("A reindex was broken off: ").encode())
     assert found(conn, "objects") == []
 
 

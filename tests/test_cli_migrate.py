@@ -139,14 +139,14 @@ def test_4_when_the_role_may_not(server: Server, empty: str) -> None:
         conn.execute("drop role if exists cli_stranger; create role cli_stranger login")
     assert refusal(server.dsn("cli_migrate", "cli_stranger")) == (
         4,
-        'role "cli_stranger" may not install or upgrade schema pgsched in database "cli_migrate":'
-        " run as the owner of the schema or, where there is none yet, first grant create on"
-        ' database "cli_migrate" to "cli_stranger"',
+        "role cli_stranger may not create schema pgsched in database cli_migrate:"
+        " first grant create on database cli_migrate to cli_stranger",
     )
     run(empty)
     assert refusal(server.dsn("cli_migrate", "cli_stranger"), "--dry-run") == (
         4,
-        "permission denied for schema pgsched: run as the owner of schema pgsched",
+        "permission denied for schema pgsched: run as the owner of schema pgsched, which has to own"
+        " all in it",
     )
 
 
@@ -157,7 +157,7 @@ def test_5_when_the_session_may_only_read(empty: str, package: Package) -> None:
     assert refusal(read_only) == (5, text.format("CREATE SCHEMA"))
     run(empty)
     package("create table pgsched.more ();")
-    assert refusal(read_only) == (5, text.format("CREATE TABLE"))
+    assert refusal(read_only) == (5, text.format("INSERT"))
 
 
 def test_6_when_the_schema_is_newer(

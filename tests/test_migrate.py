@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from pgsched.migrate import (
     WaitedTooLong,
     migrate,
 )
+from pgsched.schema import uninstall
 
 ROOT = Path(__file__).parent.parent
 INSTALL = "import sys; from pgsched.migrate import migrate; print(migrate(sys.argv[1]))"
@@ -260,28 +261,55 @@ def test_the_owner_of_the_schema_needs_no_right_on_the_database(
     assert migrate(installer) == IDS
 
 
-@pytest.mark.parametrize("user", ["postgres", "member"])
-def test_whoever_upgrades_what_is_made_belongs_to_the_owner(
-    server: Server, empty: psycopg.Connection, installer: str, later: Path, user: str
+def test_what_a_member_of_the_owner_makes_belongs_to_the_owner(
+    server: Server, empty: psycopg.Connection, installer: str, later: Path
 ) -> None:
     migrate(installer, to=IDS[0])
-    assert migrate(server.dsn("empty", user=user)) == [*IDS[1:], f"{NEXT}.more"]
+    assert migrate(server.dsn("empty", user="member")) == [*IDS[1:], f"{NEXT}.more"]
     assert schema_owners(empty) == ["installer"]
     [(users,)] = empty.execute("select array_agg(distinct username::text) from pgsched._yoyo_log")
-    assert sorted(users) == ["installer", user]
+    assert sorted(users) == ["installer", "member"]
+
+
+def test_a_superuser_runs_nothing_in_a_plain_roles_schema(
+    server: Server, empty: psycopg.Connection, installer: str, later: Path
+) -> None:
+    migrate(installer, to=IDS[-1])
+    body = "begin reset role; alter role installer superuser; return '0000'; end"
+    with psycopg.connect(installer) as conn:
+        conn.execute(
+            "create or replace function pgsched.schema_version() returns text"
+            f" language plpgsql as $${body}$$".encode()
+        )
+    superuser = server.dsn("empty")
+    calls: list[Callable[[], object]] = [
+        lambda: migrate(superuser),
+        lambda: migrate(superuser, dry_run=True),
+        lambda: migrate(f"{superuser}&options=-crole%3Dinstaller"),
+        lambda: uninstall(superuser),
+    ]
+    for call in calls:
+        with pytest.raises(NotAllowed, match=r"run as its owner, installer$"):
+            call()
+    row = empty.execute("select rolsuper from pg_roles where rolname = 'installer'").fetchone()
+    assert row == (False,)
 
 
 def test_no_right_to_create_the_schema_says_what_to_grant(
     server: Server, empty: psycopg.Connection
 ) -> None:
-    with pytest.raises(NotAllowed, match='grant create on database "empty" to "stranger"'):
-        migrate(server.dsn("empty", user="stranger"))
-    assert empty.execute("select to_regnamespace('pgsched')").fetchone() == (None,)
+    with psycopg.connect(server.dsn()) as conn:
+        conn.execute('create role "strange ""r" login')
+    with pytest.raises(NotAllowed, match="first grant create") as refused:
+        migrate(server.dsn("empty", user='strange "r'))
+    empty.execute(str(refused.value).partition("first ")[2].encode())
+    assert migrate(server.dsn("empty", user='strange "r')) == IDS
 
 
 def test_no_right_on_the_schema_says_to_run_as_its_owner(server: Server, installer: str) -> None:
     migrate(installer)
-    with pytest.raises(NotAllowed, match="run as the owner of the schema"):
+    message = "role stranger may not change schema pgsched in database empty: run as its owner, in"
+    with pytest.raises(NotAllowed, match=message):
         migrate(server.dsn("empty", user="stranger"))
 
 
@@ -290,8 +318,21 @@ def test_what_belongs_to_others_is_named(
 ) -> None:
     migrate(installer, to=IDS[-1])
     empty.execute("alter table pgsched._yoyo_log owner to stranger")
-    with pytest.raises(NotAllowed, match=r"table _yoyo_log: run as the owner of schema pgsched$"):
+    with pytest.raises(NotAllowed, match="table _yoyo_log: run as the owner"):
         migrate(installer)
+
+
+def test_a_schema_that_changed_hands_alone_says_what_is_wrong(
+    server: Server, empty: psycopg.Connection, installer: str
+) -> None:
+    migrate(installer)
+    empty.execute("alter schema pgsched owner to stranger")
+    with pytest.raises(NotAllowed, match=r"run as its owner, installer$"):
+        migrate(server.dsn("empty", user="stranger"))
+    with pytest.raises(NotAllowed, match="permission denied for schema pgsched: run as the owner"):
+        migrate(installer)
+    empty.execute("alter schema pgsched owner to installer")
+    assert migrate(installer) == []
 
 
 def test_what_is_planted_on_the_search_path_is_not_used(
@@ -493,7 +534,7 @@ def test_a_dry_run_by_a_role_that_may_not_look_says_what_it_cannot_see(
         ("select on pgsched._yoyo_migration, pgsched._yoyo_log", "table _yoyo_migration"),
         ("execute on function pgsched.schema_version()", "function schema_version"),
     ):
-        message = f"^permission denied for {missing}: run as the owner of schema pgsched$"
+        message = f"^permission denied for {missing}: run as the owner of schema pgsched"
         with pytest.raises(NotAllowed, match=message):
             migrate(stranger, dry_run=True)
         empty.execute(f"grant {grant} to stranger".encode())

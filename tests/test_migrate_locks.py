@@ -122,7 +122,7 @@ def test_a_prepared_transaction_is_named(package: Package) -> None:
             migrate(server.dsn(), lock_timeout=0)
 
 
-@pytest.mark.parametrize("sqlstate", ["55P03", "40P01"])
+@pytest.mark.parametrize("sqlstate", ["55P03", "40P01", "XX000", "42P01"])
 def test_what_others_can_cause_is_tried_again(
     dsn: str, conn: psycopg.Connection, package: Package, pauses: list[float], sqlstate: str
 ) -> None:
@@ -138,6 +138,12 @@ def test_what_others_can_cause_is_tried_again(
     )
     assert migrate(dsn) == [MORE]
     assert len(pauses) == 2
+
+
+def test_what_does_not_go_away_is_said(dsn: str, package: Package) -> None:
+    package("select from pgsched.nowhere;")
+    with pytest.raises(WaitedTooLong, match=r'0 s: relation "pgsched\.nowhere" does not exist'):
+        migrate(dsn, lock_timeout=0)
 
 
 def test_the_work_itself_may_take_long(

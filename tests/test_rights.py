@@ -605,6 +605,17 @@ def test_eight_sessions_change_rights_at_once(
     change_at_once(database, owner, 8)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("call", ["grant_access", "revoke_access"])
+def test_others_who_change_rights_are_not_waited_for_without_end(
+    database: Database, owner: psycopg.Connection, call: str
+) -> None:
+    with psycopg.connect(database.dsn(OWNER)) as other:
+        other.execute("select pgsched.grant_access(%s, 'producer')", [PLAIN[0]])
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            owner.execute(f"select pgsched.{call}(%s, 'worker')".encode(), [PLAIN[1]])
+
+
 def test_changes_of_rights_that_do_not_wait_are_seen(
     database: Database, owner: psycopg.Connection
 ) -> None:

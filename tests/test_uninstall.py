@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 from command_line import pgsched, process, refused
 from installing import IDS, database, waiting, yoyo
 from test_cli_situations import MAKE_NEWER
-from workers import PATIENCE, install, quick, running, wait_for, wait_until
+from workers import NEWEST, PATIENCE, ask, install, quick, running, wait_for, wait_until
 
-from pgsched import Task, enqueue
+from pgsched import Task, enqueue, schema
 from pgsched.embedded import Server
 from pgsched.migrate import MIGRATION_LOCK, migrate
 from pgsched.schema import script, uninstall
@@ -264,7 +265,7 @@ def test_a_schema_that_is_newer_is_left_alone(dsn: str, conn: psycopg.Connection
 def test_only_the_owner_may(server: Server, empty: psycopg.Connection) -> None:
     migrate(server.dsn("app", "plain"))
     before = catalog(empty)
-    assert 'role "reader" may not' in refused(
+    assert "role reader may not" in refused(
         "uninstall", "--yes", "--dsn", server.dsn("app", "reader")
     )
     assert catalog(empty) == before
@@ -318,6 +319,34 @@ def test_it_waits_for_an_installer_but_not_for_long(
     message = refused("uninstall", "--yes", "--dsn", dsn)
     assert f"session {installer.info.backend_pid}" in message
     assert connect().execute("select pgsched.schema_version()").fetchall()
+
+
+def test_what_is_installed_while_it_looks_stays(
+    server: Server, empty: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was asked about it."""
+    dsn = server.dsn("app")
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        there = real(*args, **kwargs)
+        migrate(dsn)
+        return there
+
+    real = schema._look
+    monkeypatch.setattr(schema, "_look", look)
+    asked: list[Any] = []
+    assert (uninstall(dsn, asked.append), asked) == (None, [])
+    assert ask(dsn, "select pgsched.schema_version()") == [NEWEST]
+
+
+@pytest.mark.long
+def test_installers_and_uninstallers_at_once_all_succeed(server: Server, empty: object) -> None:
+    dsn = server.dsn("app")
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(run, dsn) for _ in range(40) for run in (migrate, uninstall)]
+        for each in runs:
+            each.result(PATIENCE)
+    assert migrate(dsn) in ([], IDS)
 
 
 def test_of_several_at_once_one_removes_it_and_none_fails(dsn: str) -> None:

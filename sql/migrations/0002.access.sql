@@ -689,7 +689,7 @@ create or replace function pgsched._find_damage()
   stable
 as $$
   select 'objects', 'error', format('Index %s is missing.', n.name),
-         'Create it again, as in sql/schema/tables.sql: without it calls are slow or wrong.'
+         'Create it again, as what pgsched sql prints has it: without it calls are slow or wrong.'
     from unnest(array[
            'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
            'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',
@@ -698,7 +698,10 @@ as $$
    where to_regclass('pgsched.' || n.name) is null
    union all
   select 'objects', 'error', format('Index %s is not valid.', c.relname),
-         format('Build it again: reindex index pgsched.%I', c.relname)
+         format(case when c.relname ~ '_cc(new|old)[0-9]*$'
+                     then 'A reindex was broken off: drop index concurrently pgsched.%I'
+                     else 'Build it again: reindex index concurrently pgsched.%I'
+                end, c.relname)
     from pg_index as i
     join pg_class as c on c.oid = i.indexrelid
    where c.relnamespace = 'pgsched'::regnamespace and not (i.indisvalid and i.indisready)
@@ -782,7 +785,6 @@ as $$
              'type ' || string_agg(format('pgsched.%I', c.relname), ', ' order by c.relname)
         from pg_class as c
        where c.relnamespace = 'pgsched'::regnamespace and c.relkind in ('r', 'v')
-         and c.relname !~ '^_?yoyo_'
          and has_type_privilege('public', c.reltype, 'usage')) as r (level, kind, objects, what)
    where r.objects > 0
 $$;
@@ -1207,6 +1209,7 @@ create or replace function pgsched.grant_access(p_role text, p_kind text)
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set lock_timeout = '10s'
 as $$
 begin
   perform pgsched._lock_access(p_role, p_kind);
@@ -1221,7 +1224,8 @@ $$;
 comment on function pgsched.grant_access is
   'Lets a role call what a producer, worker, observer or admin calls, and use the schema; no right '
   'on a table. A role may be given several kinds. For the owner of the schema, and whom it lets. '
-  'Raises TS400.';
+  'Raises TS400, and 55P03 when another who changes rights or the schema does not end within 10 '
+  'seconds.';
 
 revoke all on function pgsched.grant_access from public;
 
@@ -1232,6 +1236,7 @@ create or replace function pgsched.revoke_access(p_role text, p_kind text)
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set lock_timeout = '10s'
 as $$
 declare
   v_granted text[];
@@ -1267,6 +1272,7 @@ $$;
 
 comment on function pgsched.revoke_access is
   'Takes back what grant_access gave, but what another kind needs that the role has in full; admin '
-  'takes all kinds with it. The use of the schema goes with the last function. Raises TS400.';
+  'takes all kinds with it. The use of the schema goes with the last function. Raises TS400, and '
+  '55P03 when another who changes rights or the schema does not end within 10 seconds.';
 
 revoke all on function pgsched.revoke_access from public;

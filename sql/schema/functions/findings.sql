@@ -42,7 +42,7 @@ create function pgsched._find_damage()
   stable
 as $$
   select 'objects', 'error', format('Index %s is missing.', n.name),
-         'Create it again, as in sql/schema/tables.sql: without it calls are slow or wrong.'
+         'Create it again, as what pgsched sql prints has it: without it calls are slow or wrong.'
     from unnest(array[
            'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
            'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',
@@ -51,7 +51,10 @@ as $$
    where to_regclass('pgsched.' || n.name) is null
    union all
   select 'objects', 'error', format('Index %s is not valid.', c.relname),
-         format('Build it again: reindex index pgsched.%I', c.relname)
+         format(case when c.relname ~ '_cc(new|old)[0-9]*$'
+                     then 'A reindex was broken off: drop index concurrently pgsched.%I'
+                     else 'Build it again: reindex index concurrently pgsched.%I'
+                end, c.relname)
     from pg_index as i
     join pg_class as c on c.oid = i.indexrelid
    where c.relnamespace = 'pgsched'::regnamespace and not (i.indisvalid and i.indisready)
@@ -135,7 +138,6 @@ as $$
              'type ' || string_agg(format('pgsched.%I', c.relname), ', ' order by c.relname)
         from pg_class as c
        where c.relnamespace = 'pgsched'::regnamespace and c.relkind in ('r', 'v')
-         and c.relname !~ '^_?yoyo_'
          and has_type_privilege('public', c.reltype, 'usage')) as r (level, kind, objects, what)
    where r.objects > 0
 $$;

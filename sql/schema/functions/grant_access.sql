@@ -3,6 +3,7 @@ create function pgsched.grant_access(p_role text, p_kind text)
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set lock_timeout = '10s'
 as $$
 begin
   perform pgsched._lock_access(p_role, p_kind);
@@ -17,6 +18,7 @@ $$;
 comment on function pgsched.grant_access is
   'Lets a role call what a producer, worker, observer or admin calls, and use the schema; no right '
   'on a table. A role may be given several kinds. For the owner of the schema, and whom it lets. '
-  'Raises TS400.';
+  'Raises TS400, and 55P03 when another who changes rights or the schema does not end within 10 '
+  'seconds.';
 
 revoke all on function pgsched.grant_access from public;

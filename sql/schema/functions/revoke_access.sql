@@ -5,6 +5,7 @@ create function pgsched.revoke_access(p_role text, p_kind text)
   language plpgsql
   security definer
   set search_path = pg_catalog, pg_temp
+  set lock_timeout = '10s'
 as $$
 declare
   v_granted text[];
@@ -40,6 +41,7 @@ $$;
 
 comment on function pgsched.revoke_access is
   'Takes back what grant_access gave, but what another kind needs that the role has in full; admin '
-  'takes all kinds with it. The use of the schema goes with the last function. Raises TS400.';
+  'takes all kinds with it. The use of the schema goes with the last function. Raises TS400, and '
+  '55P03 when another who changes rights or the schema does not end within 10 seconds.';
 
 revoke all on function pgsched.revoke_access from public;
