@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 from weakref import WeakSet
 
@@ -45,8 +45,6 @@ CONNECTION: dict[str, Any] = {
 
 OLDEST_SCHEMA, NEWEST_SCHEMA = "0001", "0002"
 """The first migration that brings all that a worker calls, and this package's last one."""
-
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +79,21 @@ class Claim(Task):
     lease_expires_at: datetime
     contended: int
     claimed_at: float = field(default_factory=time.monotonic, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a handler ended: what is to be told to the database, unless it was ``recorded``.
+
+    ``result`` is JSON text.
+    """
+
+    claim: Claim
+    kind: Literal["completed", "failed", "released", "recorded"]
+    result: str | None = None
+    error: str = ""
+    delay: timedelta | None = None
+    permanent: bool = False
 
 
 @contextmanager
@@ -253,7 +266,7 @@ def claim_task(
 def _readable(value: Any) -> Any:
     """Times come as seconds since 1970: psycopg reads timestamps in the ISO DateStyle only."""
     if isinstance(value, float):
-        return EPOCH + timedelta(microseconds=round(value * 1_000_000))
+        return datetime.fromtimestamp(value, UTC)
     return value
 
 
@@ -270,13 +283,8 @@ def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) ->
     return [outcome for (outcome,) in rows]
 
 
-def complete_tasks(
-    conn: Connection, claims: Sequence[Claim], results: Sequence[str | None]
-) -> list[str]:
-    """What became of each claim, in the order given: completed, already, stale, gone or busy.
-
-    Results are JSON text.
-    """
+def complete_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
+    """What became of each claim, in the order given: completed, already, stale, gone or busy."""
     rows = conn.execute(
         """
         select c.outcome
@@ -284,18 +292,12 @@ def complete_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
                  p_results => %s::text[]::jsonb[]) as c
         """,
-        (*_ids_and_tokens(claims), list(results)),
+        (*_ids_and_tokens([each.claim for each in batch]), [each.result for each in batch]),
     )
     return [outcome for (outcome,) in rows]
 
 
-def fail_tasks(
-    conn: Connection,
-    claims: Sequence[Claim],
-    errors: Sequence[str],
-    delays: Sequence[timedelta | None],
-    permanent: Sequence[bool],
-) -> list[str]:
+def fail_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
     """What became of each: queued (for another attempt), failed, cancelled, stale, gone or busy."""
     rows = conn.execute(
         """
@@ -304,14 +306,17 @@ def fail_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_errors => %s::text[],
                  p_retry_in => %s::interval[], p_permanent => %s::boolean[]) as f
         """,
-        (*_ids_and_tokens(claims), list(errors), list(delays), list(permanent)),
+        (
+            *_ids_and_tokens([each.claim for each in batch]),
+            [each.error for each in batch],
+            [each.delay for each in batch],
+            [each.permanent for each in batch],
+        ),
     )
     return [outcome for (outcome,) in rows]
 
 
-def release_tasks(
-    conn: Connection, claims: Sequence[Claim], delays: Sequence[timedelta | None]
-) -> list[str]:
+def release_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
     """What became of each: queued (due after its delay), cancelled, stale, gone or busy."""
     rows = conn.execute(
         """
@@ -320,7 +325,7 @@ def release_tasks(
                  p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
                  p_delay => %s::interval[]) as r
         """,
-        (*_ids_and_tokens(claims), list(delays)),
+        (*_ids_and_tokens([each.claim for each in batch]), [each.delay for each in batch]),
     )
     return [outcome for (outcome,) in rows]
 

@@ -49,9 +49,8 @@ class _Group(click.Group):
             raise SystemExit(codes[0] if codes else 1) from error
 
 
-dsn_option = click.option(
-    "--dsn",
-    envvar="PGSCHED_DSN",
+_dsn = partial(click.option, "--dsn", envvar="PGSCHED_DSN")
+dsn_option = _dsn(
     default="",
     help="Database, as a URL or key=value pairs. Default: PGSCHED_DSN, else libpq's environment.",
 )
@@ -143,11 +142,7 @@ def _ask(there: dict[str, Any]) -> None:
 
 @main.command("worker")
 @click.argument("app")
-@click.option(
-    "--dsn",
-    envvar="PGSCHED_DSN",
-    help="Database, instead of the worker's own. Default: PGSCHED_DSN, else what APP says.",
-)
+@_dsn(help="Database, instead of the worker's own. Default: PGSCHED_DSN, else what APP says.")
 @click.option("--queue", "queues", multiple=True, help="Queue to claim from; may be repeated.")
 @click.option("--concurrency", type=int, help="Tasks that run at once.")
 @click.option("--lease", type=float, metavar="SECONDS", help="How long a claim is held.")

@@ -5,7 +5,7 @@ import logging
 import random
 import selectors
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -122,7 +122,7 @@ class Listener(Direct):
     purpose = "listener"
     instead = "polling only"
 
-    queues: Sequence[str]
+    queues: Collection[str]
     heard: Callable[[str], None]
 
     def _begin(self, connection: Connection) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import psycopg
+from psycopg.pq import version_pretty
 
 from pgsched import calls
 from pgsched.calls import NEWEST_SCHEMA, Connection, Document
@@ -21,7 +22,7 @@ def _found(check_name: str, level: str, finding: str, advice: str | None = None)
 
 def examine(dsn: str) -> Iterator[Document]:
     """All that can be found out; what prevents more is a finding, too."""
-    libpq = _spelled(psycopg.pq.version())
+    libpq = version_pretty(psycopg.pq.version())
     parts = f"pgsched {version('pgsched')}, psycopg {psycopg.__version__}, libpq {libpq}."
     yield _found("client", "ok", parts)
     try:
@@ -32,13 +33,9 @@ def examine(dsn: str) -> Iterator[Document]:
         yield _found("database", "error", explained(error), "Then run pgsched doctor again.")
 
 
-def _spelled(number: int) -> str:
-    return f"{number // 10_000}.{number % 10_000}"
-
-
 def _server(connection: Connection) -> Iterator[Document]:
     info = connection.info
-    where = f"{info.dbname}, as {info.user}, on PostgreSQL {_spelled(info.server_version)}."
+    where = f"{info.dbname}, as {info.user}, on PostgreSQL {version_pretty(info.server_version)}."
     major = info.server_version // 10_000
     level = "error" if major < OLDEST else "note" if major > NEWEST else "ok"
     tested = f"pgsched is tested with PostgreSQL {OLDEST} to {NEWEST}: use one of these."

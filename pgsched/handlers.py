@@ -14,15 +14,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import UUID
 
-from pgsched.calls import Claim, Connection, Task, to_json
+from pgsched.calls import Claim, Connection, Outcome, Task, to_json
 from pgsched.errors import Fail, InvalidArgument, Retry, Snooze
 from pgsched.transactions import NotBegun, Transactions
 
@@ -38,18 +38,13 @@ ELSEWHERE_SECONDS, SOON_SECONDS = (15.0, 45.0), (1.0, 5.0)
 """How long a task that cannot be run here, or not now, is left to other workers."""
 
 
-@dataclass(frozen=True, slots=True)
 class Handler:
     """A function that handles tasks of a type; ``timeout`` in seconds."""
 
-    function: Callable[..., Any]
-    timeout: float | None = None
-    is_coroutine: bool = field(init=False)
-    takes_connection: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_coroutine", inspect.iscoroutinefunction(self.function))
-        object.__setattr__(self, "takes_connection", _required_arguments(self.function) > 1)
+    def __init__(self, function: Callable[..., Any], timeout: float | None = None) -> None:
+        self.function, self.timeout = function, timeout
+        self.is_coroutine = inspect.iscoroutinefunction(function)
+        self.takes_connection = _required_arguments(function) > 1
         if self.is_coroutine and self.takes_connection:
             raise InvalidArgument("a coroutine takes no connection: use a plain function")
 
@@ -61,18 +56,6 @@ def _required_arguments(function: Callable[..., Any]) -> int:
         return 1
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in kinds and each.default is each.empty for each in parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a handler ended: what is to be told to the database, unless it was ``recorded``."""
-
-    claim: Claim
-    kind: Literal["completed", "failed", "released", "recorded"]
-    result: str | None = None
-    error: str = ""
-    delay: timedelta | None = None
-    permanent: bool = False
 
 
 def elsewhere(claim: Claim) -> Outcome:
@@ -128,10 +111,10 @@ class Executor:
         self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
         self._spawned = 0
         self._idle = threading.Semaphore(0)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
-        self._ending: asyncio.Task[None] | None = None
         self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread: threading.Thread | None = None
+        self._ending = False
 
     @property
     def out_of_connections(self) -> bool:
@@ -162,7 +145,7 @@ class Executor:
         with self._lock:
             if self.waiting.pop(claim.token, None):
                 return True
-        if self._loop is not None:
+        if self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._cancel_coroutine, claim.token)
         return False
 
@@ -170,8 +153,10 @@ class Executor:
         """Cancel what runs on the event loop and end that; functions may run to their end."""
         for _ in range(self._spawned):
             self._work.put(None)
-        if self._loop is not None and self._loop_thread is not None:
-            self._loop.call_soon_threadsafe(self._begin_end)
+        if self._loop_thread is None:
+            self._loop.close()
+        else:
+            asyncio.run_coroutine_threadsafe(self._end_loop(), self._loop)
             self._loop_thread.join(2 * CANCEL_SECONDS)
         self.transactions.close()
 
@@ -194,14 +179,11 @@ class Executor:
         try:
             with self._lock:
                 if handler.is_coroutine:
-                    if self._loop is None:
-                        self._loop = asyncio.new_event_loop()
-                    if self._loop_thread is None:
-                        self._loop_thread = spawn(self._run_loop, "pgsched-loop")
+                    self._loop_thread = self._loop_thread or spawn(self._run_loop, "pgsched-loop")
                 elif not self._idle.acquire(blocking=False) and self._spawned < self.concurrency:
                     spawn(self._run_functions, "pgsched-handler")
                     self._spawned += 1
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             log.error("cannot start a handler, left to other workers: error=%r", str(error))
             with self._lock:
                 self._leave(claim)
@@ -210,7 +192,6 @@ class Executor:
         if handler.timeout is not None:
             self.deadlines[claim.token] = time.monotonic() + handler.timeout
         if handler.is_coroutine:
-            assert self._loop is not None
             self._loop.call_soon_threadsafe(self._start_coroutine, claim)
         else:
             self._work.put(claim)
@@ -260,17 +241,14 @@ class Executor:
     # What follows runs on the thread of the event loop.
 
     def _run_loop(self) -> None:
-        assert self._loop is not None
-        while self._ending is None:
+        while not self._ending:
             # The exit of a task that a handler made comes out here, too; all others go on.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
         self._loop.close()
 
-    def _begin_end(self) -> None:
-        self._ending = asyncio.get_running_loop().create_task(self._end_loop())
-
     async def _end_loop(self) -> None:
+        self._ending = True
         for coroutine in self._coroutines.values():
             coroutine.cancel()
         if self._coroutines:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from queue import Empty
 from typing import TypeVar
 from uuid import UUID
@@ -15,10 +16,10 @@ from uuid import UUID
 import psycopg
 
 from pgsched import calls
-from pgsched.calls import NEWEST_SCHEMA, OLDEST_SCHEMA, Claim, Connection
+from pgsched.calls import NEWEST_SCHEMA, OLDEST_SCHEMA, Claim, Connection, Outcome
 from pgsched.direct import Listener, Presence, backoff
 from pgsched.errors import PgschedError, SchemaError
-from pgsched.handlers import Executor, Handler, Outcome, elsewhere, error_text, soon
+from pgsched.handlers import Executor, Handler, elsewhere, error_text, soon
 from pgsched.metrics import Metrics, Timed
 from pgsched.transactions import Transactions
 from pgsched.worker import Inbox, Worker
@@ -124,8 +125,7 @@ class Loop:
         self._held: dict[UUID, Claim] = {}
         self._unreported: dict[UUID, Outcome] = {}
         self._worker_id: int | None = None
-        self._schema_checked = False
-        self._unknown_types: set[str] = set()
+        self._warn_once = lru_cache(log.warning)
         now = time.monotonic()
         self._rate = 0.0
         self._ended, self._measured_at = 0, now
@@ -220,18 +220,16 @@ class Loop:
 
     def _connect(self) -> Connection:
         connection = calls.connect(self.settings.dsn, application_name=f"pgsched {self.name}")
-        if not self._schema_checked:  # one that goes away later may come back
+        if self._worker_id is None:  # a schema that goes away later may come back
             try:
                 with calls.translated():
                     _check_schema(calls.schema_version(connection))
             except Exception:
                 connection.close()
                 raise
-            self._schema_checked = True
         log.info("connected: worker=%s", self.name)
         if self._listener is None and not self.drain:
-            queues = list(self._shares)
-            self._listener = Listener(self._direct_dsn, self.name, queues, self.inbox.put)
+            self._listener = Listener(self._direct_dsn, self.name, self._shares, self.inbox.put)
         return connection
 
     def _turn(self, connection: Connection) -> float:
@@ -366,6 +364,9 @@ class Loop:
             queues = list(self._shares) if listens else []
             calls.register_listener(connection, self._worker_id, queues)
             self._announced = listens
+            # What was committed before that woke nobody: claim as if it had.
+            for queue in queues:
+                self.inbox.put(queue)
         return now + IDLE_SECONDS / 2
 
     def _report(self, connection: Connection) -> float:
@@ -465,9 +466,9 @@ class Loop:
                 # Who had nothing to claim for a while does not get all of that back now.
                 share.turn = max(share.turn, self._served_turn)
         due.sort(key=lambda each: each[1].turn)
-        self._served_turn = due[0][1].turn
         # So few that the limit of a batch does not even out the weights.
         room = min(self._free(), int(BATCH * weights / max(share.weight for _, share in due)))
+        served = math.inf
         for queue, share in due:
             free = min(room, self._free())
             if free <= 0 or (self._held and time.monotonic() >= self._extension.at):
@@ -477,6 +478,8 @@ class Loop:
             with Timed(self.metrics.claim, queue):
                 claims = calls.claim_task(connection, self.name, queue, self._lease, limit)
             room -= len(claims)
+            if claims:
+                self._served_turn = served = min(served, share.turn)
             share.turn += len(claims) / share.weight
             share.empty = len(claims) < limit
             if share.empty:
@@ -493,9 +496,7 @@ class Loop:
         if claim.task_type in self.handlers:
             self._executor.start(claim)
             return
-        if claim.task_type not in self._unknown_types:
-            self._unknown_types.add(claim.task_type)
-            log.warning("no handler, left to other workers: task_type=%s", claim.task_type)
+        self._warn_once("no handler, left to other workers: task_type=%s", claim.task_type)
         self._unreported[claim.token] = elsewhere(claim)
 
     def _settle(self, claim: Claim, how: str) -> None:
@@ -542,15 +543,11 @@ def _check_schema(version: str) -> None:
 
 def tell(connection: Connection, batch: Sequence[Outcome]) -> list[str]:
     """Tell the database of outcomes that are all of one kind; returns what it answers to each."""
-    claims = [outcome.claim for outcome in batch]
-    delays = [outcome.delay for outcome in batch]
     if batch[0].kind == "completed":
-        return calls.complete_tasks(connection, claims, [outcome.result for outcome in batch])
+        return calls.complete_tasks(connection, batch)
     if batch[0].kind == "released":
-        return calls.release_tasks(connection, claims, delays)
-    errors = [outcome.error for outcome in batch]
-    permanent = [outcome.permanent for outcome in batch]
-    return calls.fail_tasks(connection, claims, errors, delays, permanent)
+        return calls.release_tasks(connection, batch)
+    return calls.fail_tasks(connection, batch)
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,13 +8,13 @@ import termios
 import time
 import tty
 from operator import itemgetter
-from threading import Thread
 
 import psycopg
 
 from pgsched import calls
 from pgsched.calls import Connection, Document
 from pgsched.errors import PgschedError
+from pgsched.handlers import spawn
 from pgsched.text import age, count, explained, fit, plain, table
 
 RATE_SECONDS = 10
@@ -72,11 +72,10 @@ def lines(view: Document, columns: int, rows: int) -> list[str]:
     ]
 
 
-class _Feed(Thread):
+class _Feed:
     """Looks again and again: a server that does not answer holds up nobody but this thread."""
 
     def __init__(self, dsn: str, view: Document, pause: float) -> None:
-        super().__init__(daemon=True)
         self._dsn, self._pause = dsn, pause
         self._view, self._seen_at, self._error = view, time.time(), ""
 
@@ -110,7 +109,7 @@ def watch(dsn: str, view: Document, pause: float) -> None:
     try:
         tty.setraw(keyboard)  # Ctrl-C is a key, too: no signal comes between a change and its undo
         print(_ENTER, end="", flush=True)
-        feed.start()
+        spawn(feed.run, "pgsched-top")
         keys = b" "
         while keys and not set(keys) & set(b"qQ\x03"):
             columns, rows = os.get_terminal_size(keyboard)

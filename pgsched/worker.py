@@ -11,21 +11,21 @@ import time
 import unicodedata
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
 import psycopg
 
-from pgsched.calls import Claim, claim_task, dsn_parameters, plain, translated
+from pgsched.calls import Claim, Outcome, claim_task, dsn_parameters, plain, translated
 from pgsched.errors import InvalidArgument
-from pgsched.handlers import Handler, Outcome, call, elsewhere, run_coroutine, run_function, spawn
+from pgsched.handlers import Handler, call, elsewhere, run_coroutine, run_function, spawn
 from pgsched.transactions import all_or_nothing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,9 +92,6 @@ class Worker:
     _running: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
         dsn_parameters(self.dsn)
         dsn_parameters(self.listen_dsn or "")
         weights = self.queues.values() if isinstance(self.queues, Mapping) else ()
@@ -160,7 +157,7 @@ class Worker:
         reconnects, for ever. Raises pgsched.SchemaError when the database answers but the schema is
         not there, too old or not to be used, RuntimeError when this very worker is running already.
         """
-        self._check()  # the options may have been changed since
+        self.__post_init__()  # the options may have been changed since
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this worker is running already")
         try:
@@ -208,18 +205,15 @@ class Worker:
         """
         from pgsched.loop import SETTLED, tell
 
-        self._check()
+        self.__post_init__()
         lease = timedelta(seconds=self.lease)
         ended: list[Ended] = []
         while limit is None or len(ended) < limit:
-            for queue in self.queues:
-                with plain(conn), translated():
-                    claims = claim_task(conn, "run_due", queue, lease, 1)
-                if claims:
-                    break
-            else:
+            with plain(conn), translated():
+                claims = (claim_task(conn, "run_due", queue, lease, 1) for queue in self.queues)
+                claim = next(chain.from_iterable(claims), None)
+            if claim is None:
                 return ended
-            [claim] = claims
             outcome = self._run_here(conn, claim)
             with plain(conn), translated():
                 [answer] = tell(conn, [outcome])
@@ -232,8 +226,7 @@ class Worker:
             return elsewhere(claim)
         if handler.is_coroutine:
             # In a thread of its own, since the test may run on an event loop.
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(asyncio.run, run_coroutine(claim, handler)).result()
+            return promised(partial(asyncio.run, run_coroutine(claim, handler)), "run_due").result()
         if not handler.takes_connection:
             return run_function(claim, partial(call, claim, handler))
 

@@ -287,7 +287,8 @@ def test_the_installer_has_nothing_to_do(
 
 
 def test_a_copy_without_data_is_a_new_installation(server: Server, dsn: str) -> None:
-    dumped = pg_dump(server, psycopg.conninfo.conninfo_to_dict(dsn)["dbname"], "--schema-only")
+    with psycopg.connect(dsn) as conn:
+        dumped = pg_dump(server, conn.info.dbname, "--schema-only")
     with psycopg.connect(server.create_database("empty_copy"), autocommit=True) as conn:
         conn.execute(dumped.encode())
         conn.execute("reset all")

@@ -24,7 +24,7 @@ from pgsched import (
     enqueue,
     errors,
 )
-from pgsched.calls import Claim
+from pgsched.calls import Claim, Outcome
 from pgsched.embedded import Server
 
 Connect = Callable[..., psycopg.Connection]
@@ -252,7 +252,7 @@ def test_a_unique_key_is_taken_while_its_task_lives(session: psycopg.Connection)
     assert enqueue(session, "type") != first
     [claimed] = claim(session, 1)
     assert enqueue(session, "type", unique_key="key") == claimed.id == first
-    assert calls.complete_tasks(session, [claimed], [None]) == ["completed"]
+    assert calls.complete_tasks(session, [Outcome(claimed, "completed")]) == ["completed"]
     assert enqueue(session, "type", unique_key="key") > first
 
 
@@ -375,16 +375,18 @@ def test_completions_are_answered_in_the_order_given(
     conn: psycopg.Connection, connect: Connect, claimed: list[Claim]
 ) -> None:
     completed, stale, busy = claimed
+    given = [
+        Outcome(busy, "completed", "1"),
+        Outcome(completed, "completed", '{"x": 1}'),
+        Outcome(replace(stale, token=uuid4()), "completed", "2"),
+        Outcome(replace(stale, id=10**9), "completed"),
+    ]
     with connect().transaction() as block:
         block.connection.execute(LOCK, [busy.id])
-        answers = calls.complete_tasks(
-            conn,
-            [busy, completed, replace(stale, token=uuid4()), replace(stale, id=10**9)],
-            ["1", '{"x": 1}', "2", None],
-        )
+        answers = calls.complete_tasks(conn, given)
     assert answers == ["busy", "completed", "stale", "gone"]
     assert row(conn, completed.id).result == {"x": 1}
-    again = calls.complete_tasks(conn, [completed], [None])
+    again = calls.complete_tasks(conn, [Outcome(completed, "completed")])
     assert again == ["already"]
 
 
@@ -395,17 +397,17 @@ def test_failures_are_answered_in_the_order_given(
     retried, failed, cancelled, busy, stale = claim(conn, 5)
     conn.execute(CANCEL, [cancelled.id])
     in_a_day = timedelta(days=1)
-    given = (
-        (busy, "a", None, False),
-        (retried, "b", in_a_day, False),
-        (replace(stale, token=uuid4()), "c", None, False),
-        (failed, "d", None, True),
-        (replace(stale, id=10**9), "e", None, False),
-        (cancelled, "f", None, False),
-    )
+    given = [
+        Outcome(busy, "failed", error="a"),
+        Outcome(retried, "failed", error="b", delay=in_a_day),
+        Outcome(replace(stale, token=uuid4()), "failed", error="c"),
+        Outcome(failed, "failed", error="d", permanent=True),
+        Outcome(replace(stale, id=10**9), "failed", error="e"),
+        Outcome(cancelled, "failed", error="f"),
+    ]
     with connect().transaction() as block:
         block.connection.execute(LOCK, [busy.id])
-        answers = calls.fail_tasks(conn, *zip(*given, strict=True))
+        answers = calls.fail_tasks(conn, given)
     assert answers == ["busy", "queued", "stale", "failed", "gone", "cancelled"]
     assert [row(conn, task_id).last_error for task_id in ids] == ["b", "d", "f", None, None]
     assert row(conn, retried.id).due_in > timedelta(hours=23)
@@ -419,17 +421,17 @@ def test_releases_are_answered_in_the_order_given(
         enqueue(conn, "type")
     later, now, cancelled, busy, stale = claim(conn, 5)
     conn.execute(CANCEL, [cancelled.id])
-    given = (
-        (busy, None),
-        (later, timedelta(hours=1)),
-        (replace(stale, token=uuid4()), None),
-        (now, None),
-        (replace(stale, id=10**9), None),
-        (cancelled, None),
-    )
+    given = [
+        Outcome(busy, "released"),
+        Outcome(later, "released", delay=timedelta(hours=1)),
+        Outcome(replace(stale, token=uuid4()), "released"),
+        Outcome(now, "released"),
+        Outcome(replace(stale, id=10**9), "released"),
+        Outcome(cancelled, "released"),
+    ]
     with connect().transaction() as block:
         block.connection.execute(LOCK, [busy.id])
-        answers = calls.release_tasks(conn, *zip(*given, strict=True))
+        answers = calls.release_tasks(conn, given)
     assert answers == ["busy", "queued", "stale", "queued", "gone", "cancelled"]
     released = row(conn, later.id)
     assert (released.status, released.attempt) == ("queued", 0)
@@ -470,7 +472,7 @@ def test_a_claim_that_is_not_current_is_lost_and_an_unknown_task_not_found(
 def test_finished_tasks_are_pruned_as_far_as_told(
     conn: psycopg.Connection, claimed: list[Claim]
 ) -> None:
-    calls.complete_tasks(conn, claimed, 3 * [None])
+    calls.complete_tasks(conn, [Outcome(each, "completed") for each in claimed])
     assert calls.prune_finished(conn, 2) == 0
     conn.execute("update pgsched.finished_tasks set finished_at = finished_at - interval '2 days'")
     assert [calls.prune_finished(conn, 2) for _ in range(3)] == [2, 1, 0]
@@ -520,7 +522,7 @@ def test_statistics_have_a_row_for_each_queue_in_use(session: psycopg.Connection
     assert a == {**numbers, "queue": "a", "paused": False, "queued": 2, "due": 1}
     assert b == {**numbers, "queue": "b", "paused": False, "processing": 1}
     assert c == {**numbers, "queue": "c", "paused": True}
-    calls.fail_tasks(session, [claimed], ["error"], [None], [True])
+    calls.fail_tasks(session, [Outcome(claimed, "failed", permanent=True)])
     assert [queue["failed"] for queue in calls.queue_stats(session)] == [0, 1, 0]
 
 

@@ -15,7 +15,6 @@ from workers import (
     count,
     end_sessions,
     quick,
-    row,
     running,
     sessions,
     wait_for,
@@ -134,10 +133,25 @@ def test_all_its_sessions_may_end_and_it_hears_again(dsn: str, conn: psycopg.Con
         end_sessions(conn)
         task_id = enqueue(conn, "noop")
         wait_until(lambda: len(sessions(conn)) == 3)
-        # Before the worker has said again that it listens, no producer wakes it.
-        wait_until(lambda: row(conn, task_id).status == "completed" or not enqueue(conn, "noop"))
+        wait_for(conn, task_id, "completed")
         wait_until(lambda: listening(conn))
         wait_for(conn, enqueue(conn, "noop"), "completed")
+
+
+def test_what_is_enqueued_just_before_it_says_that_it_listens_is_found(
+    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[int] = []
+    register = calls.register_listener
+
+    def late(session: calls.Connection, worker_id: int, queues: list[str]) -> None:
+        ids.extend(enqueue(conn, "noop", queue=queue) for queue in queues)
+        register(session, worker_id, queues)
+
+    monkeypatch.setattr(calls, "register_listener", late)
+    with heard(idle_worker(dsn, queues=["default", "other"]), conn):
+        for task_id in ids[:2]:
+            wait_for(conn, task_id, "completed")
 
 
 def test_a_listener_that_was_forgotten_says_so_again(

@@ -326,12 +326,23 @@ def test_no_queue_starves_beside_one_that_never_empties(
         assert count(conn, "queued") + count(conn, "processing") > 0
 
 
-@pytest.mark.parametrize("left", [0, 200], ids=["after a rest", "while the other goes on"])
+@pytest.mark.parametrize(
+    ("left", "poll_interval"),
+    [
+        pytest.param(0, 0.05, id="after a rest"),
+        pytest.param(200, 0.05, id="while the other goes on"),
+        pytest.param(200, 1e-6, id="asked at every claim"),
+    ],
+)
 def test_a_queue_that_was_empty_does_not_take_everything_when_it_returns(
-    dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, left: int
+    dsn: str,
+    conn: psycopg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    left: int,
+    poll_interval: float,
 ) -> None:
     monkeypatch.setattr(loop, "PREFETCH", 0)
-    worker = quick(dsn, queues=["returning", "steady"], concurrency=1)
+    worker = quick(dsn, queues=["returning", "steady"], concurrency=1, poll_interval=poll_interval)
     ran: list[str] = []
     gate = Event()
 

@@ -5,12 +5,12 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from threading import Barrier, Event
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import psycopg
@@ -277,9 +277,9 @@ def test_a_result_that_cannot_be_stored_fails_and_the_rest_of_its_batch_complete
     batches: list[int] = []
     complete_tasks = calls.complete_tasks
 
-    def watched(conn: calls.Connection, claims: Any, results: Any) -> list[str]:
-        batches.append(len(claims))
-        return complete_tasks(conn, claims, results)
+    def watched(conn: calls.Connection, batch: Sequence[calls.Outcome]) -> list[str]:
+        batches.append(len(batch))
+        return complete_tasks(conn, batch)
 
     monkeypatch.setattr(calls, "complete_tasks", watched)
 
@@ -518,19 +518,19 @@ def test_an_exit_in_a_task_of_a_coroutine_ends_that_handler_only(
 def test_coroutines_that_begin_from_two_threads_share_an_event_loop(
     conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loops: list[asyncio.AbstractEventLoop] = []
-    new_event_loop = asyncio.new_event_loop
+    threads: list[Thread] = []
+    spawn = handlers.spawn
 
-    def slow() -> asyncio.AbstractEventLoop:
+    def slow(target: Callable[[], None], name: str) -> Thread:
         time.sleep(0.1)
-        loops.append(new_event_loop())
-        return loops[-1]
+        threads.append(spawn(target, name))
+        return threads[-1]
 
     async def handler(task: Task) -> None:
         pass
 
-    monkeypatch.setattr(asyncio, "new_event_loop", slow)
-    ended: SimpleQueue[handlers.Outcome] = SimpleQueue()
+    monkeypatch.setattr(handlers, "spawn", slow)
+    ended: SimpleQueue[calls.Outcome] = SimpleQueue()
     executor = handlers.Executor(
         {"async": handlers.Handler(handler)}, 2, Transactions("", "test", 1), ended.put
     )
@@ -541,7 +541,7 @@ def test_coroutines_that_begin_from_two_threads_share_an_event_loop(
         list(pool.map(executor.start, claims))
     assert [ended.get(timeout=PATIENCE).kind for _ in claims] == 2 * ["completed"]
     executor.close()
-    assert len(loops) == 1
+    assert [thread.name for thread in threads] == ["pgsched-loop"]
 
 
 def test_the_stale_task_of_another_worker_is_reaped_and_done(

@@ -3,7 +3,7 @@
 import select
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 import pytest
@@ -12,7 +12,7 @@ from psycopg.pq import DiagnosticField
 from workers import PATIENCE, wait_until
 
 from pgsched import calls
-from pgsched.calls import Claim, Connection
+from pgsched.calls import Claim, Connection, Outcome
 from pgsched.embedded import Server
 
 MINUTE = timedelta(minutes=1)
@@ -77,15 +77,22 @@ def tasks(conn: psycopg.Connection) -> list[Any]:
 
 # Cut at a statement
 
+
+def outcomes(
+    claims: list[Claim], kind: Literal["completed", "failed", "released"]
+) -> list[Outcome]:
+    return [Outcome(claim, kind) for claim in claims]
+
+
 WHETHER_IT_COUNTS: dict[Point, bool] = {"request": False, "answer": True, "mid-answer": True}
 
 CALLS: dict[str, Callable[[Connection, list[Claim]], object]] = {
     "enqueue_task": lambda c, _: calls.enqueue(c, "other"),
     "claim_task": lambda c, _: calls.claim_task(c, "w", "default", MINUTE, 1),
     "extend_tasks": lambda c, claims: calls.extend_tasks(c, claims, HOUR),
-    "complete_tasks": lambda c, claims: calls.complete_tasks(c, claims, [None]),
-    "fail_tasks": lambda c, claims: calls.fail_tasks(c, claims, ["error"], [None], [True]),
-    "release_tasks": lambda c, claims: calls.release_tasks(c, claims, [None]),
+    "complete_tasks": lambda c, claims: calls.complete_tasks(c, outcomes(claims, "completed")),
+    "fail_tasks": lambda c, claims: calls.fail_tasks(c, outcomes(claims, "failed")),
+    "release_tasks": lambda c, claims: calls.release_tasks(c, outcomes(claims, "released")),
     "complete_task": lambda c, claims: calls.complete_task(c, claims[0], None),
 }
 
@@ -126,7 +133,7 @@ def test_only_what_was_named_and_went_well_is_cut(proxy: Proxy, client: Connecti
     # Now that is disarmed.
     claims = calls.claim_task(client, "w", "default", MINUTE, 1)
     proxy.arm("answer", "complete_task")
-    assert calls.complete_tasks(client, claims, [None]) == ["completed"]
+    assert calls.complete_tasks(client, outcomes(claims, "completed")) == ["completed"]
     with pytest.raises(psycopg.Error) as error:
         client.execute("select pgsched.complete_task(null, null)")
     assert error.value.sqlstate == "TS400"

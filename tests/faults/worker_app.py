@@ -15,7 +15,7 @@ import psycopg
 from history import Recorder
 
 from pgsched import Fail, Retry, Snooze, Task, Worker, calls, enqueue, loop
-from pgsched.calls import Claim, Connection
+from pgsched.calls import Claim, Connection, Outcome
 from pgsched.transactions import Transactions
 
 QUEUES = ["bulk", "work", "tx"]
@@ -51,8 +51,11 @@ def record_calls(recorder: Recorder) -> None:
         tokens = [claim.token.hex for claim in claims]
         return {"ids": [claim.id for claim in claims], "tokens": tokens, **more}
 
-    def seconds(delays: Sequence[timedelta | None]) -> list[float | None]:
-        return [None if delay is None else delay.total_seconds() for delay in delays]
+    def told(batch: Sequence[Outcome]) -> dict[str, Any]:
+        return held([each.claim for each in batch])
+
+    def delays(batch: Sequence[Outcome]) -> list[float | None]:
+        return [None if each.delay is None else each.delay.total_seconds() for each in batch]
 
     def claimed(claims: Sequence[Claim]) -> list[list[Any]]:
         return [
@@ -76,15 +79,17 @@ def record_calls(recorder: Recorder) -> None:
     record(
         "extend_tasks", "extend", lambda claims, lease: held(claims, lease=lease.total_seconds())
     )
-    record("complete_tasks", "complete", lambda claims, _: held(claims))
+    record("complete_tasks", "complete", told)
     record(
         "fail_tasks",
         "fail",
-        lambda claims, _, delays, permanent: held(
-            claims, delays=seconds(delays), permanent=list(permanent)
-        ),
+        lambda batch: {
+            **told(batch),
+            "delays": delays(batch),
+            "permanent": [each.permanent for each in batch],
+        },
     )
-    record("release_tasks", "release", lambda claims, delays: held(claims, delays=seconds(delays)))
+    record("release_tasks", "release", lambda batch: {**told(batch), "delays": delays(batch)})
     record("reap_stale", "reap", lambda _: {})
     record(
         "register_worker",
