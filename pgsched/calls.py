@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
+from functools import partial
 from threading import Event
 from typing import Any, Literal
-from uuid import UUID
 from weakref import WeakSet
 
 import psycopg
@@ -65,23 +65,31 @@ class Task:
     max_attempts: int
     run_at: datetime
     created_at: datetime
-    cancelled: Event = field(default_factory=Event, repr=False, kw_only=True)
+    _cancelled: list[Event] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def cancelled(self) -> Event:
+        # Made when somebody looks: it takes as long as all the rest. Of two who do, one is first.
+        if not self._cancelled:
+            self._cancelled.append(Event())
+        return self._cancelled[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim(Task):
-    """One row of claim_task; ``payload`` is still text: a bad one must not end the batch.
+    """One row of claim_task; ``payload`` is text at first: a bad one must not end the batch.
 
-    ``claimed_at``: when the answer came, by time.monotonic().
+    ``lease_expires_at``: in seconds since 1970, of the server's clock. ``claimed_at``: when the
+    answer came, by time.monotonic().
     """
 
-    token: UUID = field(repr=False)
-    lease_expires_at: datetime
+    token: str = field(repr=False)
+    lease_expires_at: float
     contended: int
     claimed_at: float = field(default_factory=time.monotonic, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """How a handler ended: what is to be told to the database, unless it was ``recorded``.
 
@@ -253,21 +261,16 @@ def claim_task(
     rows = conn.execute(
         """
         select c.id, c.queue, c.task_type, c.payload::text, c.priority, c.attempt, c.max_attempts,
-               date_part('epoch', c.run_at), date_part('epoch', c.created_at), c.claim_token,
-               date_part('epoch', c.lease_expires_at), c.contended
+               date_part('epoch', c.run_at), date_part('epoch', c.created_at),
+               c.claim_token::text, date_part('epoch', c.lease_expires_at), c.contended
           from pgsched.claim_task(
                  p_worker => %s, p_queue => %s, p_lease => %s, p_limit => %s::integer) as c
         """,
         (worker, queue, lease, limit),
     )
-    return [Claim(*map(_readable, row)) for row in rows]
-
-
-def _readable(value: Any) -> Any:
-    """Times come as seconds since 1970: psycopg reads timestamps in the ISO DateStyle only."""
-    if isinstance(value, float):
-        return datetime.fromtimestamp(value, UTC)
-    return value
+    # Times come as seconds since 1970: psycopg reads timestamps in the ISO DateStyle only.
+    time_of = partial(datetime.fromtimestamp, tz=UTC)
+    return [Claim(*row[:7], *map(time_of, row[7:9]), *row[9:]) for row in rows]
 
 
 def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) -> list[str]:
@@ -330,7 +333,7 @@ def release_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
     return [outcome for (outcome,) in rows]
 
 
-def _ids_and_tokens(claims: Sequence[Claim]) -> tuple[list[int], list[UUID]]:
+def _ids_and_tokens(claims: Sequence[Claim]) -> tuple[list[int], list[str]]:
     return [claim.id for claim in claims], [claim.token for claim in claims]
 
 

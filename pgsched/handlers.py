@@ -12,15 +12,14 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from pgsched.calls import Claim, Connection, Outcome, Task, to_json
 from pgsched.errors import Fail, InvalidArgument, Retry, Snooze
@@ -106,12 +105,12 @@ class Executor:
         self._lock = threading.Lock()
         self.running = 0
         self._in_transaction = 0
-        self.waiting: dict[UUID, Claim] = {}
-        self.deadlines: dict[UUID, float] = {}
+        self.waiting: dict[Claim, None] = {}
+        self.deadlines: dict[Claim, float] = {}
         self._work: queue.SimpleQueue[Claim | None] = queue.SimpleQueue()
         self._spawned = 0
         self._idle = threading.Semaphore(0)
-        self._coroutines: dict[UUID, asyncio.Task[Outcome]] = {}
+        self._coroutines: dict[Claim, asyncio.Task[Outcome]] = {}
         self._loop = asyncio.new_event_loop()
         self._loop_thread: threading.Thread | None = None
         self._ending = False
@@ -121,18 +120,18 @@ class Executor:
         """Whether a handler that takes one would have to wait."""
         return self._in_transaction >= self.transactions.limit
 
-    def start(self, claim: Claim) -> None:
-        """Run the handler of a claim, whose type has one, now or when it is its turn."""
+    def start(self, claims: Sequence[Claim]) -> None:
+        """Run the handlers of claims, whose types have one, now or when it is their turn."""
         with self._lock:
-            if not self._enter(claim):
-                self.waiting[claim.token] = claim
-                return
-        self._launch(claim)
+            begin = {claim: None for claim in claims if self._enter(claim)}
+            self.waiting.update((claim, None) for claim in claims if claim not in begin)
+        for claim in begin:
+            self._launch(claim)
 
     def withdraw(self) -> list[Claim]:
         """The claims whose handlers have not begun, and will not begin now."""
         with self._lock:
-            claims = list(self.waiting.values())
+            claims = list(self.waiting)
             self.waiting.clear()
         return claims
 
@@ -143,10 +142,11 @@ class Executor:
         """
         claim.cancelled.set()
         with self._lock:
-            if self.waiting.pop(claim.token, None):
+            if claim in self.waiting:
+                del self.waiting[claim]
                 return True
         if self._loop_thread is not None:
-            self._loop.call_soon_threadsafe(self._cancel_coroutine, claim.token)
+            self._loop.call_soon_threadsafe(self._cancel_coroutine, claim)
         return False
 
     def close(self) -> None:
@@ -162,16 +162,21 @@ class Executor:
 
     def _enter(self, claim: Claim) -> bool:
         """Whether the handler may begin now; it counts as running then."""
-        takes_connection = self.handlers[claim.task_type].takes_connection
-        if self.running >= self.concurrency or (takes_connection and self.out_of_connections):
+        if self.running >= self.concurrency:
+            return False
+        handler = self.handlers[claim.task_type]
+        if handler.takes_connection and self.out_of_connections:
             return False
         self.running += 1
-        self._in_transaction += takes_connection
+        self._in_transaction += handler.takes_connection
+        if handler.timeout is not None:
+            self.deadlines[claim] = time.monotonic() + handler.timeout
         return True
 
     def _leave(self, claim: Claim) -> None:
         self.running -= 1
         self._in_transaction -= self.handlers[claim.task_type].takes_connection
+        self.deadlines.pop(claim, None)
 
     def _launch(self, claim: Claim) -> None:
         """Hand a claim, which counts as running, to a thread or to the event loop."""
@@ -189,34 +194,36 @@ class Executor:
                 self._leave(claim)
             self.done(elsewhere(claim))
             return
-        if handler.timeout is not None:
-            self.deadlines[claim.token] = time.monotonic() + handler.timeout
         if handler.is_coroutine:
             self._loop.call_soon_threadsafe(self._start_coroutine, claim)
         else:
             self._work.put(claim)
 
-    def _end(self, outcome: Outcome) -> None:
-        """A handler has ended: the next one may begin."""
-        self.deadlines.pop(outcome.claim.token, None)
+    def _end(self, outcome: Outcome) -> Claim | None:
+        """A handler has ended; returns the claim whose handler may begin in its place."""
         with self._lock:
             self._leave(outcome.claim)
-            following = next(filter(self._enter, self.waiting.values()), None)
+            following = next(filter(self._enter, self.waiting), None)
             if following is not None:
-                del self.waiting[following.token]
-        if following is not None:
-            self._launch(following)
+                del self.waiting[following]
         self.done(outcome)
+        return following
 
     def _run_functions(self) -> None:
         while claim := self._work.get():
-            handler = self.handlers[claim.task_type]
-            if handler.takes_connection:
-                outcome = self._run_in_transaction(claim, handler)
-            else:
-                outcome = run_function(claim, partial(self._call, claim, handler))
+            following: Claim | None = claim
+            # Without a turn through other threads, which would take longer than a short task.
+            while following and not self.handlers[following.task_type].is_coroutine:
+                following = self._end(self._run_function(following))
             self._idle.release()
-            self._end(outcome)
+            if following:
+                self._launch(following)
+
+    def _run_function(self, claim: Claim) -> Outcome:
+        handler = self.handlers[claim.task_type]
+        if handler.takes_connection:
+            return self._run_in_transaction(claim, handler)
+        return run_function(claim, partial(self._call, claim, handler))
 
     def _call(self, claim: Claim, handler: Handler, *more: Any) -> str | None:
         with self.timed(claim):
@@ -225,7 +232,7 @@ class Executor:
     def _run_in_transaction(self, claim: Claim, handler: Handler) -> Outcome:
         def work(connection: Connection) -> str | None:
             result = self._call(claim, handler, connection)
-            if time.monotonic() >= self.deadlines.get(claim.token, math.inf):
+            if time.monotonic() >= self.deadlines.get(claim, math.inf):
                 raise TimeoutError(f"timed out after {handler.timeout:g} s")
             return result
 
@@ -261,41 +268,38 @@ class Executor:
 
     def _start_coroutine(self, claim: Claim) -> None:
         coroutine = asyncio.get_running_loop().create_task(self._await(claim))
-        self._coroutines[claim.token] = coroutine
+        self._coroutines[claim] = coroutine
 
         def ended(coroutine: asyncio.Task[Outcome]) -> None:
-            del self._coroutines[claim.token]
+            del self._coroutines[claim]
             # Cancelled before its first step, it could not make an outcome of that itself.
             early = coroutine.cancelled()
-            self._end(_ended_by(claim, asyncio.CancelledError()) if early else coroutine.result())
+            outcome = _ended_by(claim, asyncio.CancelledError()) if early else coroutine.result()
+            if following := self._end(outcome):
+                self._launch(following)
 
         coroutine.add_done_callback(ended)
 
-    def _cancel_coroutine(self, token: UUID) -> None:
-        if coroutine := self._coroutines.get(token):
+    def _cancel_coroutine(self, claim: Claim) -> None:
+        if coroutine := self._coroutines.get(claim):
             coroutine.cancel()
 
 
-@contextlib.contextmanager
-def _in_this_process() -> Iterator[None]:
+class _InThisProcess:
     """A child that the handler forked ends when the handler does: it is no worker."""
-    process, code = os.getpid(), 0
-    try:
-        yield
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else error.code is not None
-        raise
-    except BaseException:
-        code = 1
-        raise
-    finally:
-        if os.getpid() != process:
-            os._exit(code)
+
+    def __enter__(self) -> None:
+        self._process = os.getpid()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if os.getpid() != self._process:
+            code = error.code if isinstance(error, SystemExit) else error and 1
+            os._exit(code if isinstance(code, int) else code is not None)
 
 
 def call(claim: Claim, handler: Handler, *more: Any) -> str | None:
     """Call a plain function with its task, and what else it takes; returns JSON text."""
-    with _in_this_process():
+    with _InThisProcess():
         return _json(handler.function(_task(claim), *more))
 
 
@@ -311,7 +315,7 @@ def run_function(claim: Claim, work: Callable[[], str | None]) -> Outcome:
 async def run_coroutine(claim: Claim, handler: Handler) -> Outcome:
     """Run a coroutine function with its task."""
     try:
-        with _in_this_process():
+        with _InThisProcess():
             return Outcome(claim, "completed", result=_json(await handler.function(_task(claim))))
     except BaseException as error:
         return _ended_by(claim, error)
@@ -319,9 +323,11 @@ async def run_coroutine(claim: Claim, handler: Handler) -> Outcome:
 
 def _task(claim: Claim) -> Task:
     try:
-        return replace(claim, payload=json.loads(claim.payload))
+        # A copy would take longer.
+        object.__setattr__(claim, "payload", json.loads(claim.payload))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"Python cannot read the payload: {error}") from error
+    return claim
 
 
 def _json(result: Any) -> str | None:

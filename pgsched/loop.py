@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import lru_cache
 from queue import Empty
 from typing import TypeVar
-from uuid import UUID
 
 import psycopg
 
@@ -120,10 +119,9 @@ class Loop:
         self.metrics.slots(lambda: settings.concurrency)
         self.metrics.busy(lambda: self.running)
         self.metrics.prefetched(lambda: len(self._executor.waiting))
-        # From claim_task's answer until the database accepted the outcome. By token: the same task
-        # may be claimed again while a lost claim's handler still runs.
-        self._held: dict[UUID, Claim] = {}
-        self._unreported: dict[UUID, Outcome] = {}
+        # From claim_task's answer until the database accepted the outcome.
+        self._held: dict[Claim, None] = {}
+        self._unreported: dict[Claim, Outcome] = {}
         self._worker_id: int | None = None
         self._warn_once = lru_cache(log.warning)
         now = time.monotonic()
@@ -208,7 +206,7 @@ class Loop:
             elif self.drain and not self._held and self._all_empty():
                 self._stopping, wait = True, 0.0
         if self._held:
-            ids = ",".join(str(claim.id) for claim in self._held.values())
+            ids = ",".join(str(claim.id) for claim in self._held)
             log.warning("left to their leases: tasks=%s", ids)
         if connection is not None:
             self._sign_off(connection)
@@ -265,7 +263,7 @@ class Loop:
             return 0
         if self._executor.out_of_connections:
             # What waits for a connection takes no slot.
-            claims = list(self._executor.waiting.values())
+            claims = list(self._executor.waiting)
             waiting = sum(not self.handlers[c.task_type].takes_connection for c in claims)
         if waiting > prefetch // 2:
             return 0  # later, and then more at once
@@ -277,7 +275,10 @@ class Loop:
         with suppress(Empty):
             message = self.inbox.get(timeout=wait) if wait > 0 else self.inbox.get_nowait()
             while True:
-                if message is None:
+                if isinstance(message, Outcome):
+                    self._ended += 1
+                    self._take(message)
+                elif message is None:
                     self._stopping = True
                 elif isinstance(message, bool):
                     if self._present is None:
@@ -285,9 +286,6 @@ class Loop:
                     self._present, self._registration.at = message, time.monotonic()
                 elif isinstance(message, str):
                     self._shares[message].poll_at = self._claiming.at = time.monotonic()
-                else:
-                    self._ended += 1
-                    self._take(message)
                 message = self.inbox.get_nowait()
         now = time.monotonic()
         if (span := now - self._measured_at) > RATE_SECONDS / 100:
@@ -296,24 +294,24 @@ class Loop:
             self._ended, self._measured_at = 0, now
 
     def _take(self, outcome: Outcome) -> None:
-        token = outcome.claim.token
-        self._transactions.held.discard(token)
+        claim = outcome.claim
+        self._transactions.held.discard(claim)
         # That of a lost claim, or of one that was timed out, counts no more.
-        if token not in self._held or token in self._unreported:
+        if claim not in self._held or claim in self._unreported:
             return
         if outcome.kind == "recorded":
-            self._settle(outcome.claim, "completed")
+            self._settle(claim, "completed")
         else:
-            self._unreported[token] = outcome
+            self._unreported[claim] = outcome
 
     def _withdraw(self, delay: timedelta | None = None) -> None:
         """Give back, uncounted and due at once or after a delay, what has not begun."""
         for claim in self._executor.withdraw():
-            self._unreported[claim.token] = Outcome(claim, "released", delay=delay)
+            self._unreported[claim] = Outcome(claim, "released", delay=delay)
 
     def _give_back(self, connection: Connection) -> float:
         """What has waited too long: the handlers before it are slower than those before them."""
-        for claim in list(self._executor.waiting.values())[:1]:
+        for claim in list(self._executor.waiting)[:1]:
             if time.monotonic() < claim.claimed_at + UNSTARTED_SECONDS:
                 return claim.claimed_at + UNSTARTED_SECONDS
             # Those that wait for a connection, not for a slot, would be claimed again at once.
@@ -325,17 +323,16 @@ class Loop:
     def _time_out(self, connection: Connection) -> float:
         """End attempts whose time is over. A function may go on, and keeps its slot meanwhile."""
         now = time.monotonic()
-        for token, deadline in list(self._executor.deadlines.items()):
-            claim = self._held.get(token)
-            if now < deadline or claim is None or token in self._unreported:
+        for claim, deadline in list(self._executor.deadlines.items()):
+            if now < deadline or claim not in self._held or claim in self._unreported:
                 continue
             self._executor.cancel(claim)
             # Given back before its transaction ends, nobody could claim it: it fails then.
-            if token not in self._transactions.held:
+            if claim not in self._transactions.held:
                 error = f"timed out after {self.handlers[claim.task_type].timeout:g} s"
                 told = claim.id, claim.task_type, claim.attempt, claim.max_attempts, error
                 log.warning("attempt failed: task=%d task_type=%s attempt=%d/%d error=%r", *told)
-                self._unreported[token] = Outcome(claim, "failed", error=error)
+                self._unreported[claim] = Outcome(claim, "failed", error=error)
         return now + TIMEOUT_SECONDS
 
     def _register(self, connection: Connection) -> float:
@@ -421,13 +418,13 @@ class Loop:
             self._lose(claim)
             return
         simple = replace(outcome, kind="failed", result=None, error=error, delay=None)
-        self._unreported[claim.token] = simple
+        self._unreported[claim] = simple
 
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
         rest = self.settings.lease / 3
         in_transactions = self._transactions.held
-        claims = [each for each in self._held.values() if each.token not in in_transactions]
+        claims = [each for each in self._held if each not in in_transactions]
         for batch in _batches(claims):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):
@@ -438,7 +435,7 @@ class Loop:
                 elif answer == "cancel_requested":
                     unbegun = not claim.cancelled.is_set() and self._executor.cancel(claim)
                     if unbegun:
-                        self._unreported[claim.token] = Outcome(claim, "released")
+                        self._unreported[claim] = Outcome(claim, "released")
         return time.monotonic() + rest
 
     def _reap(self, connection: Connection) -> float:
@@ -487,25 +484,25 @@ class Loop:
                 share.poll_at = time.monotonic() + rest
             if claims:
                 self.metrics.contention(claims[0].contended, queue)
-            for claim in claims:
-                self._start(claim)
+            self._start(claims)
         return min(share.poll_at for share in self._shares.values())
 
-    def _start(self, claim: Claim) -> None:
-        self._held[claim.token] = claim
-        if claim.task_type in self.handlers:
-            self._executor.start(claim)
-            return
-        self._warn_once("no handler, left to other workers: task_type=%s", claim.task_type)
-        self._unreported[claim.token] = elsewhere(claim)
+    def _start(self, claims: Sequence[Claim]) -> None:
+        self._held.update(dict.fromkeys(claims))
+        for claim in claims:
+            if claim.task_type not in self.handlers:
+                text = "no handler, left to other workers: task_type=%s"
+                self._warn_once(text, claim.task_type)
+                self._unreported[claim] = elsewhere(claim)
+        self._executor.start([each for each in claims if each.task_type in self.handlers])
 
     def _settle(self, claim: Claim, how: str) -> None:
         """The claim is over, and counted."""
         if how == "completed":
             latency = self.metrics.since_due(claim)
             self.metrics.latency(latency, claim.queue, claim.task_type)
-        del self._held[claim.token]
-        self._unreported.pop(claim.token, None)
+        del self._held[claim]
+        self._unreported.pop(claim, None)
         if self.drain and not self._held:
             # It may have added tasks.
             for share in self._shares.values():

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Any
@@ -72,7 +71,7 @@ class Metrics:
 
     def __init__(self, lease: float) -> None:
         self.registry = CollectorRegistry()
-        self._lease = timedelta(seconds=lease)
+        self._lease = lease
         self._tell_once = lru_cache(log.error)
         self._begun: set[tuple[str, str]] = set()
         of_task = partial(self._new, Histogram, ["queue", "task_type"], buckets=TASK_BUCKETS)
@@ -99,13 +98,14 @@ class Metrics:
         metric = cache(partial(kind, f"pgsched_{name}", text, labels, **options))
         does = {Histogram: "observe", Counter: "inc", Gauge: "set_function"}[kind]
 
-        @cache
-        def child(*values: str) -> Any:
-            return getattr(metric().labels(*values) if values else metric(), does)
+        children: dict[tuple[str, ...], Record] = {}
 
         def record(amount: Any, *values: str) -> None:
             try:
-                child(*values)(amount)
+                if values not in children:
+                    child = metric().labels(*values) if values else metric()
+                    children[values] = getattr(child, does)
+                children[values](amount)
             except Exception as error:
                 self._tell_once("not counted: metric=%s error=%r", name, error_text(error))
 
@@ -125,7 +125,7 @@ class Metrics:
 
     def since_due(self, claim: Claim) -> float:
         """run_at to now: by the server's clock until the claim, by this machine's from there on."""
-        waited = (claim.lease_expires_at - self._lease - claim.run_at).total_seconds()
+        waited = claim.lease_expires_at - self._lease - claim.run_at.timestamp()
         return max(0.0, waited) + time.monotonic() - claim.claimed_at
 
     def handling(self, claim: Claim) -> Timed:

@@ -4,7 +4,6 @@ import contextlib
 import select
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import UUID
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -34,7 +33,7 @@ def all_or_nothing(connection: psycopg.Connection[Any]) -> Iterator[None]:
 class Transactions:
     """At most ``limit`` at once, to which the caller sees, each on a connection of its own.
 
-    ``held``: tokens of claims that a transaction holds, until the caller discards them. Their
+    ``held``: claims that a transaction holds, until the caller discards them. Their
     leases are not to be extended: that would change the row under the transaction.
     """
 
@@ -42,7 +41,7 @@ class Transactions:
         self._dsn = dsn
         self._name = name
         self.limit = limit
-        self.held: set[UUID] = set()
+        self.held: set[Claim] = set()
         self._idle: list[Connection] = []
         self._closed = False
 
@@ -61,7 +60,7 @@ class Transactions:
                 connection = calls.connect(self._dsn, application_name=f"pgsched {self._name}")
                 # What cleans a connection would reach some other session then.
                 reusable = not calls.is_pooled(connection)
-            self.held.add(claim.token)
+            self.held.add(claim)
             with all_or_nothing(connection):
                 calls.hold_task(connection, claim)
                 begun = True

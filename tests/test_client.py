@@ -334,6 +334,8 @@ def test_an_error_of_no_sqlstate_is_left_as_it_is() -> None:
 
 # The calls of the worker
 
+LEASE_EXPIRES_AT = "date_part('epoch', lease_expires_at)"
+
 
 @pytest.fixture
 def claimed(conn: psycopg.Connection) -> list[Claim]:
@@ -351,8 +353,8 @@ def test_a_claim_says_what_there_is_to_know(session: psycopg.Connection) -> None
     assert claimed.payload == '{"a": "\u00e4", "b": 1}'
     assert claimed.run_at == claimed.created_at
     assert claimed.contended == 0
-    assert column(session, task_id, "claim_token") == claimed.token
-    assert column(session, task_id, "lease_expires_at") == claimed.lease_expires_at
+    assert column(session, task_id, "claim_token::text") == claimed.token
+    assert column(session, task_id, LEASE_EXPIRES_AT) == claimed.lease_expires_at
     assert column(session, task_id, "lease_expires_at - claimed_at") == timedelta(seconds=90)
     assert claim(session) == []
 
@@ -364,11 +366,11 @@ def test_extensions_are_answered_in_the_order_given(
     conn.execute(CANCEL, [cancelled.id])
     with connect().transaction() as block:
         block.connection.execute(LOCK, [busy.id])
-        lost = replace(extended, token=uuid4())
+        lost = replace(extended, token=str(uuid4()))
         answers = calls.extend_tasks(conn, [busy, lost, cancelled, extended], timedelta(hours=1))
     assert answers == ["busy", "lost", "cancel_requested", "extended"]
-    assert row(conn, extended.id).lease_expires_at != extended.lease_expires_at
-    assert row(conn, busy.id).lease_expires_at == busy.lease_expires_at
+    assert column(conn, extended.id, LEASE_EXPIRES_AT) > extended.lease_expires_at
+    assert column(conn, busy.id, LEASE_EXPIRES_AT) == busy.lease_expires_at
 
 
 def test_completions_are_answered_in_the_order_given(
@@ -378,7 +380,7 @@ def test_completions_are_answered_in_the_order_given(
     given = [
         Outcome(busy, "completed", "1"),
         Outcome(completed, "completed", '{"x": 1}'),
-        Outcome(replace(stale, token=uuid4()), "completed", "2"),
+        Outcome(replace(stale, token=str(uuid4())), "completed", "2"),
         Outcome(replace(stale, id=10**9), "completed"),
     ]
     with connect().transaction() as block:
@@ -400,7 +402,7 @@ def test_failures_are_answered_in_the_order_given(
     given = [
         Outcome(busy, "failed", error="a"),
         Outcome(retried, "failed", error="b", delay=in_a_day),
-        Outcome(replace(stale, token=uuid4()), "failed", error="c"),
+        Outcome(replace(stale, token=str(uuid4())), "failed", error="c"),
         Outcome(failed, "failed", error="d", permanent=True),
         Outcome(replace(stale, id=10**9), "failed", error="e"),
         Outcome(cancelled, "failed", error="f"),
@@ -424,7 +426,7 @@ def test_releases_are_answered_in_the_order_given(
     given = [
         Outcome(busy, "released"),
         Outcome(later, "released", delay=timedelta(hours=1)),
-        Outcome(replace(stale, token=uuid4()), "released"),
+        Outcome(replace(stale, token=str(uuid4())), "released"),
         Outcome(now, "released"),
         Outcome(replace(stale, id=10**9), "released"),
         Outcome(cancelled, "released"),
@@ -462,7 +464,7 @@ def test_a_claim_that_is_not_current_is_lost_and_an_unknown_task_not_found(
     conn: psycopg.Connection, claimed: list[Claim]
 ) -> None:
     for task_id, expected in ((claimed[0].id, ClaimLost), (10**9, TaskNotFound)):
-        claim = replace(claimed[0], id=task_id, token=uuid4())
+        claim = replace(claimed[0], id=task_id, token=str(uuid4()))
         with pytest.raises(expected), calls.translated():
             calls.hold_task(conn, claim)
         with pytest.raises(expected), calls.translated():

@@ -21,6 +21,7 @@ from psycopg.types.string import TextLoader
 from pgsched.embedded import Server
 
 NAME_TOO_LONG = Mutant("_name_fault", "between 1 and 63", "between 1 and 64")
+PRIORITY_THAT_STAYS = Mutant("reschedule_task", "coalesce(p_priority, t.priority)", "t.priority")
 DELAY_LEFT_TO_THE_TABLE = Mutant("configure_queue", "between 0 and 31536000", "between 0 and 1e9")
 
 
@@ -127,7 +128,7 @@ def check_success(session: psycopg.Connection, call: Call, rows: list[Any]) -> N
         assert session.execute("select * from public.broken_rules()").fetchall() == []
 
 
-# Whether tasks are there as they were given.
+# Whether tasks are there as they were given; all have priority 5 before.
 STORED = {
     "enqueue_task": """
         select (t.task_type, t.queue, t.payload, t.priority, t.unique_key, t.concurrency_key)
@@ -152,15 +153,37 @@ STORED = {
           join unnest(%(ids)s::bigint[]) with ordinality as i (id, position) using (position)
           join pgsched.tasks as t on t.id = i.id
         """,
+    "reschedule_task": """
+        select t.priority = coalesce(%(p_priority)s::integer, 5)
+               and t.run_at between greatest(%(p_run_at)s::timestamptz, now())
+                                and greatest(%(p_run_at)s::timestamptz, clock_timestamp())
+          from pgsched.tasks as t
+         where t.id = %(p_id)s::bigint
+        """,
+    # A release ends cancelled where a cancel was requested, which changes no time.
+    "release_task": """
+        select t.cancel_requested_at is not null
+               or t.run_at between greatest(%(p_run_at)s::timestamptz, now())
+                               and greatest(%(p_run_at)s::timestamptz, clock_timestamp())
+          from pgsched.tasks as t
+         where t.id = %(p_id)s::bigint
+        """,
 }
 
 
 def usual(function: Function, known: Known) -> dict[str, Value]:
-    """Arguments without a fault; of a claim, if there is one."""
+    """Arguments without a fault; of a task or a claim for which the call is, if there is one."""
     values = {name: fuzzing.good(function, name, known)[0] for name in function.arguments}
-    claim = {"p_id": Value("3", 3), "p_claim_token": Value(str(TASKS[3].token), TASKS[3].token)}
-    claims = {f"{name}s": array([value]) for name, value in claim.items()}
-    return {name: {**claim, **claims}.get(name, value) for name, value in values.items()}
+    for task_id, task in TASKS.items():
+        claim = {
+            "p_id": Value(str(task_id), task_id),
+            "p_claim_token": Value(str(task.token), task.token),
+        }
+        claims = {f"{name}s": array([value]) for name, value in claim.items()}
+        values = {name: {**claim, **claims}.get(name, value) for name, value in values.items()}
+        if fuzzing.refusal(function.name, values) is None:
+            break
+    return values
 
 
 def try_each(session: psycopg.Connection, known: Known, name: str) -> None:
@@ -195,6 +218,7 @@ def test_one_hostile_argument(session: psycopg.Connection, known: Known, name: s
     [
         ("claim_task", NAME_TOO_LONG),
         ("configure_queue", DELAY_LEFT_TO_THE_TABLE),
+        ("reschedule_task", PRIORITY_THAT_STAYS),
     ],
 )
 def test_a_check_that_is_missing_is_seen(

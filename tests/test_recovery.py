@@ -197,7 +197,7 @@ def poison(task):
 BEFORE_ITS_HANDLER = """
 from pgsched.handlers import Executor
 
-Executor.start = lambda executor, claim: poison(claim)
+Executor.start = lambda executor, claims: [poison(claim) for claim in claims]
 """
 
 

@@ -538,7 +538,7 @@ def test_coroutines_that_begin_from_two_threads_share_an_event_loop(
         enqueue(conn, "async")
     claims = calls.claim_task(conn, "test", "default", timedelta(minutes=1), 2)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(executor.start, claims))
+        list(pool.map(executor.start, ([claim] for claim in claims)))
     assert [ended.get(timeout=PATIENCE).kind for _ in claims] == 2 * ["completed"]
     executor.close()
     assert [thread.name for thread in threads] == ["pgsched-loop"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from history import Recorder
@@ -48,7 +49,7 @@ def record_calls(recorder: Recorder) -> None:
         setattr(calls, function, recorded)
 
     def held(claims: Sequence[Claim], **more: Any) -> dict[str, Any]:
-        tokens = [claim.token.hex for claim in claims]
+        tokens = [UUID(claim.token).hex for claim in claims]
         return {"ids": [claim.id for claim in claims], "tokens": tokens, **more}
 
     def told(batch: Sequence[Outcome]) -> dict[str, Any]:
@@ -60,8 +61,8 @@ def record_calls(recorder: Recorder) -> None:
     def claimed(claims: Sequence[Claim]) -> list[list[Any]]:
         return [
             [
-                *(claim.id, claim.token.hex, claim.attempt, claim.max_attempts),
-                *(claim.run_at.timestamp(), claim.lease_expires_at.timestamp()),
+                *(claim.id, UUID(claim.token).hex, claim.attempt, claim.max_attempts),
+                *(claim.run_at.timestamp(), claim.lease_expires_at),
             ]
             for claim in claims
         ]
