@@ -562,6 +562,7 @@ def test_a_newer_schema_that_psql_installed_is_left_alone(
     for migration_id in IDS[1:]:
         (later / f"{migration_id}.sql").unlink()
     (later / f"{NEXT}.more.sql").unlink()
+    release(later)
     with pytest.raises(SchemaNewer, match=rf"\(schema {NEWEST}, package 0001\)"):
         migrate(dsn)
     assert conn.execute("select to_regclass('pgsched._yoyo_migration')").fetchone() == (None,)
