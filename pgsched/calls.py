@@ -270,7 +270,7 @@ def claim_task(
     )
     # Times come as seconds since 1970: psycopg reads timestamps in the ISO DateStyle only.
     time_of = partial(datetime.fromtimestamp, tz=UTC)
-    return [Claim(*row[:7], *map(time_of, row[7:9]), *row[9:]) for row in rows]
+    return [Claim(*row[:7], *map(time_of, row[7:9]), *row[9:]) for row in rows.fetchall()]
 
 
 def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) -> list[str]:
@@ -283,7 +283,7 @@ def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) ->
         """,
         (*_ids_and_tokens(claims), lease),
     )
-    return [outcome for (outcome,) in rows]
+    return [outcome for (outcome,) in rows.fetchall()]
 
 
 def complete_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
@@ -297,7 +297,7 @@ def complete_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
         """,
         (*_ids_and_tokens([each.claim for each in batch]), [each.result for each in batch]),
     )
-    return [outcome for (outcome,) in rows]
+    return [outcome for (outcome,) in rows.fetchall()]
 
 
 def fail_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
@@ -316,7 +316,7 @@ def fail_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
             [each.permanent for each in batch],
         ),
     )
-    return [outcome for (outcome,) in rows]
+    return [outcome for (outcome,) in rows.fetchall()]
 
 
 def release_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
@@ -330,11 +330,13 @@ def release_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
         """,
         (*_ids_and_tokens([each.claim for each in batch]), [each.delay for each in batch]),
     )
-    return [outcome for (outcome,) in rows]
+    return [outcome for (outcome,) in rows.fetchall()]
 
 
-def _ids_and_tokens(claims: Sequence[Claim]) -> tuple[list[int], list[str]]:
-    return [claim.id for claim in claims], [claim.token for claim in claims]
+def _ids_and_tokens(claims: Sequence[Claim]) -> tuple[str, str]:
+    """As PostgreSQL writes arrays: psycopg would look at each element."""
+    ids, tokens = (str(claim.id) for claim in claims), (claim.token for claim in claims)
+    return f"{{{','.join(ids)}}}", f"{{{','.join(tokens)}}}"
 
 
 def hold_task(conn: Connection, claim: Claim) -> None:
