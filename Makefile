@@ -13,7 +13,7 @@ PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-metrics test-long test-matrix coverage faults migration check-migration clean
+.PHONY: help demo test lint types pgtap pytest test-pgbouncer test-metrics test-long test-matrix coverage faults bench bench-full migration check-migration clean
 
 help: ## this list
 	@echo "pgsched: make ..."
@@ -68,6 +68,12 @@ coverage: .venv/dev.done .venv/pgtap/pgtap.sql .venv/plpgsql_check/done ## the t
 faults: .venv/dev.done .venv/pgbouncer/pgbouncer ## half an hour of work under faults, every task accounted for
 	@$(BIN)/python tests/faults/run.py $(FAULTS)
 
+bench: .venv/dev.done .venv/peers/done ## how fast it is, beside yardsticks and other task queues, in ten minutes
+	@$(BIN)/python bench/bench.py --out .venv/bench.json
+
+bench-full: .venv/dev.done .venv/peers/done .venv/pgbouncer/pgbouncer ## the same with all sizes and rounds, in an hour or two
+	@$(BIN)/python bench/bench.py --full --out .venv/bench.json
+
 migration: .venv/venv.done ## what changed in sql/schema/, into the newest migration
 	@echo "Writing the newest of sql/migrations/"
 	@$(BIN)/python sql/make_migration.py
@@ -113,6 +119,10 @@ quietly = { $(1); } > .venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1;
 .venv/postgresql/%/done: tests/install_postgresql.sh | .venv/venv.done
 	@echo "Fetching PostgreSQL $* into .venv/postgresql/$*"
 	@PYTHON=$(BIN)/python sh tests/install_postgresql.sh .venv/postgresql/$* $*
+	@touch $@
+
+.venv/peers/done: bench/install_peers.sh | .venv/venv.done
+	@PYTHON=$(BIN)/python sh bench/install_peers.sh .venv/peers
 	@touch $@
 
 .venv/plpgsql_check/done: tests/install_plpgsql_check.sh tests/install_postgresql.sh | .venv/venv.done

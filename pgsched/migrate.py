@@ -46,9 +46,14 @@ select coalesce(o.rolname, current_user), n.oid is not null, s.rolsuper,
             then format('role %1$I may not create schema pgsched in database %2$I: first'
                         ' grant create on database %2$I to %1$I',
                         current_user, current_database())
+            when c.relowner <> n.nspowner
+            then format('schema pgsched belongs to %I, and what is in it to %I: first'
+                        ' alter schema pgsched owner to %2$I',
+                        pg_get_userbyid(n.nspowner), o.rolname)
             when s.rolsuper > o.rolsuper or not pg_has_role(o.oid, 'member')
             then format('role %I may not change schema pgsched in database %I:'
-                        ' run as its owner, %I', session_user, current_database(), o.rolname)
+                        ' run as its owner, %I%s', session_user, current_database(), o.rolname,
+                        case when s.rolsuper then ', whose code no superuser is to run' end)
        end
   from pg_roles as s
        left join pg_namespace as n on n.nspname = 'pgsched'

@@ -28,6 +28,7 @@ listen_port = {_PORT}
 auth_type = any
 pool_mode = transaction
 default_pool_size = %d
+max_client_conn = 1000
 server_round_robin = 1
 server_login_retry = 1
 """

@@ -1,0 +1,125 @@
+"""Tasks go through while a transaction is open that keeps dead rows from being removed.
+
+A transaction is opened that is a *snapshot* (REPEATABLE READ, it reads) or a *writer* (it has
+written one row elsewhere). Then 100,000 tasks are claimed and completed (500,000 in a full run),
+then it is measured, then the transaction ends, VACUUM runs, and it is measured again: both
+against a database in which nothing was done before.
+
+`claim`: the median duration of a claim of one, with one session. `throughput`: claim + complete of
+10 with 4 sessions. A full run has B, too, the plain SKIP LOCKED table of designs.py.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import psycopg
+from designs import DESIGNS, Design
+from measuring import (
+    Bar,
+    Row,
+    Sample,
+    Server,
+    TooFewTasksError,
+    ask,
+    execute,
+    interleaved,
+    quantile,
+    ratio,
+    row_of,
+)
+
+CHURN = {False: 100_000, True: 500_000}
+PATIENCE = {False: 60, True: math.inf}
+SESSIONS = 4
+LIMIT = 10
+PINS = {
+    "snapshot": "set transaction isolation level repeatable read; select count(*) from pg_class",
+    "writer": "insert into elsewhere values (1)",
+}
+STAGES = ("fresh", "pinned", "after")
+
+
+class Stage(NamedTuple):
+    """The two figures."""
+
+    claim: float
+    throughput: Sample
+
+
+def run(server: Server, full: bool, churn: int | None = None) -> list[Row]:
+    """All rows; `full`: more tasks, longer, more rounds, and B, too."""
+    seconds, repeat = (2.9, 3) if full else (0.9, 2)
+    compared = [
+        (name, pin) for name in (("pgsched", "B") if full else ("pgsched",)) for pin in PINS
+    ]
+    variants = {
+        f"{name}, {pin}": partial(
+            stages, server, DESIGNS[name], PINS[pin], churn or CHURN[full], seconds
+        )
+        for name, pin in compared
+    }
+    rows = []
+    for name, rounds in interleaved(variants, repeat, PATIENCE[full]).items():
+        for at, stage in enumerate(STAGES):
+            of = [one[at] for one in rounds]
+            rows += [
+                Row("pinned", f"{name}, {stage}: claim", [s.claim for s in of], "ms"),
+                Row("pinned", f"{name}, {stage}: throughput", [s.throughput for s in of]),
+            ]
+    return rows
+
+
+def stages(
+    server: Server, design: Design, pin: str, churn: int, seconds: float
+) -> tuple[Stage, Stage, Stage]:
+    """Fresh, pinned, and after."""
+
+    def measure(plenty: int) -> tuple[Stage, Stage, Stage]:
+        tasks = churn + round(100_000 * (seconds + 1.1)) * plenty
+        statements = ["create table elsewhere (i integer)", *design.prepare(tasks)]
+        dsn = server.database(*statements, pgsched=design.pgsched)
+        fresh = stage(server, dsn, design, seconds)
+        server.drop(dsn)
+
+        dsn = server.database(*statements, pgsched=design.pgsched)
+        with psycopg.connect(dsn) as holder:
+            holder.execute(pin.encode())
+            rounds = churn // (100 * SESSIONS)
+            server.pgbench(dsn, design.pair(100), sessions=SESSIONS, transactions=rounds)
+            pinned = stage(server, dsn, design, seconds)
+        execute(dsn, "vacuum", "checkpoint")
+        after = stage(server, dsn, design, seconds)
+        few = int(ask(dsn, design.unfinished)) <= LIMIT * SESSIONS
+        server.drop(dsn)
+        if few:
+            raise TooFewTasksError
+        return fresh, pinned, after
+
+    return server.with_enough(measure)
+
+
+def stage(server: Server, dsn: str, design: Design, seconds: float) -> Stage:
+    """Measure this database as it is."""
+    claims = server.pgbench(dsn, design.claim(1), sessions=1, seconds=1)
+    throughput = server.steady(
+        dsn, design.pair(LIMIT), tasks=LIMIT, sessions=SESSIONS, seconds=seconds
+    )
+    return Stage(quantile(claims.latencies, 0.5), throughput)
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What the figures have to be."""
+    found = []
+    for pin in PINS:
+
+        def at(stage: str, what: str, pin: str = pin) -> Row:
+            return row_of(rows, f"pgsched, {pin}, {stage}: {what}")
+
+        claim = ratio(at("pinned", "claim"), at("fresh", "claim"))
+        throughput = ratio(at("pinned", "throughput"), at("fresh", "throughput"))
+        found += [
+            Bar(f"pinned by a {pin}, claim p50, to fresh", claim, 1.5, at_least=False),
+            Bar(f"pinned by a {pin}, tasks/s, to fresh", throughput, 0.85, at_least=True),
+        ]
+    return found
