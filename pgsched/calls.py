@@ -43,7 +43,7 @@ CONNECTION: dict[str, Any] = {
 }
 """libpq's connection parameters, where the DSN says nothing else."""
 
-OLDEST_SCHEMA, NEWEST_SCHEMA = "0001", "0002"
+OLDEST_SCHEMA, NEWEST_SCHEMA = "0001", "0003"
 """The first migration that brings all that a worker calls, and this package's last one."""
 
 

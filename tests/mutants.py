@@ -13,6 +13,8 @@ class Mutant(NamedTuple):
     instead: str
 
 
+# Found by its place, a row is not claimed twice even without a lock.
+CLAIM_BY_ID = Mutant("claim_task", "t.ctid = picked.place", "t.id = picked.id")
 CLAIM_WITHOUT_ROW_LOCK = Mutant("claim_task", "for no key update skip locked", "")
 CLAIM_WITH_ROW_LOCK_TOO_STRONG = Mutant("claim_task", "for no key update", "for update")
 CLAIM_THAT_WAITS = Mutant("claim_task", "for no key update skip locked", "for no key update")
@@ -23,20 +25,22 @@ CLAIM_WITH_TRY_LOCK_IN_CHOICE = Mutant(
 )
 CLAIM_WITH_TRY_LOCK_IN_UPDATE = Mutant(
     "claim_task",
-    "where pg_try_advisory_xact_lock(1337, (picked.id % 2147483647)::integer)))",
-    ")) and pg_try_advisory_xact_lock(1337, (t.id % 2147483647)::integer)",
+    "(picked.id % 2147483647)::integer)",
+    "(t.id % 2147483647)::integer)",
 )
 CLAIM_WITH_CUT_KEY = Mutant("claim_task", "% 2147483647)", "& 2147483647)")
 CLAIM_BY_TRANSACTION_TIME = Mutant("claim_task", "v_now := clock_timestamp()", "v_now := now()")
 COMPLETE_WITHOUT_TOKEN = Mutant("complete_task", "and t.claim_token = p_claim_token", "")
-BATCH_COMPLETION_WITHOUT_TOKEN = Mutant("complete_tasks", "and g.claim_token = t.claim_token)", ")")
+BATCH_COMPLETION_WITHOUT_TOKEN = Mutant("complete_tasks", "and g.claim_token = t.claim_token", "")
 FAILURE_WITHOUT_TOKEN = Mutant("_lock_claim", "and t.claim_token = p_claim_token", "")
 BATCH_FAILURE_WITHOUT_TOKEN = Mutant("fail_tasks", "and t.claim_token = g.claim_token", "")
 BATCH_RELEASE_WITHOUT_TOKEN = Mutant("release_tasks", "and t.claim_token = g.claim_token", "")
 # The lock of fail_tasks and release_tasks.
 BATCH_LOCK_WITHOUT_TOKEN = Mutant("_lock_claims", "and g.claim_token = t.claim_token)", ")")
 BATCH_LOCK_THAT_WAITS = Mutant("_lock_claims", "for update of t skip locked", "for update of t")
-BATCH_COMPLETION_THAT_WAITS = Mutant("complete_tasks", "for update of t skip locked", "for update")
+BATCH_COMPLETION_THAT_WAITS = Mutant(
+    "complete_tasks", "for update of t skip locked", "for update of t"
+)
 BATCH_COMPLETION_IN_REVERSE = Mutant(
     "complete_tasks", "t.id\n       for update of t skip locked", "t.id desc for update of t"
 )

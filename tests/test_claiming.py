@@ -76,6 +76,7 @@ def test_eight_sessions_complete_every_task_once(connect: Connect) -> None:
 
 
 def test_the_oracle_sees_a_claim_without_row_lock(connect: Connect) -> None:
+    mutants.install(connect(), mutants.CLAIM_BY_ID)
     mutants.install(connect(), mutants.CLAIM_WITHOUT_ROW_LOCK)
     with pytest.raises(AssertionError, match="was handed out twice"):
         test_eight_sessions_complete_every_task_once(connect)

@@ -20,7 +20,7 @@ from psycopg.types.string import TextLoader
 
 from pgsched.embedded import Server
 
-NAME_TOO_LONG = Mutant("_name_fault", "between 1 and 63", "between 1 and 64")
+NAME_TOO_LONG = Mutant("_is_name", "between 1 and 63", "between 1 and 64")
 PRIORITY_THAT_STAYS = Mutant("reschedule_task", "coalesce(p_priority, t.priority)", "t.priority")
 DELAY_LEFT_TO_THE_TABLE = Mutant("configure_queue", "between 0 and 31536000", "between 0 and 1e9")
 

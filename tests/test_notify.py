@@ -16,9 +16,9 @@ from mutants import Mutant
 from oracle import Connect
 from workers import PATIENCE, wait_until
 
-NOTIFY_UNHEARD = Mutant("enqueue_task", "and exists (", "or not exists (")
-NOTIFY_THOUGH_OFF = Mutant("enqueue_task", "coalesce(q.notify, true) and", "")
-NOTIFY_TOO_EARLY = Mutant("enqueue_task", "v_settings.notify and p_run_at = v_now", "true")
+NOTIFY_UNHEARD = Mutant("enqueue_task", "v_heard and p_run_at", "p_run_at")
+NOTIFY_THOUGH_OFF = Mutant("enqueue_task", "and v_settings.notify is not false", "")
+NOTIFY_TOO_EARLY = Mutant("enqueue_task", "and p_run_at = v_now", "")
 NOTIFY_ALL = Mutant("enqueue_tasks", "t.queue = l.queue and", "")
 NOTIFY_BATCH_THOUGH_OFF = Mutant("enqueue_tasks", "coalesce(q.notify, true)", "true")
 NOTIFY_BATCH_TOO_EARLY = Mutant("enqueue_tasks", "(t.run_at > v_now) is not true", "true")

@@ -109,7 +109,7 @@ def test_the_workload_passes(dsn: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        (mutants.CLAIM_WITHOUT_ROW_LOCK, "overlap"),
+        (mutants.CLAIM_BY_ID, mutants.CLAIM_WITHOUT_ROW_LOCK, "overlap"),
         (CLAIM_WITHOUT_TIME, "early"),
         (CLAIM_WITHOUT_COUNT, "attempt"),
         (TOKEN_OF_AN_ATTEMPT, "token"),

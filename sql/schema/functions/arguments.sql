@@ -3,15 +3,26 @@
 -- PL/pgSQL evaluates an assignment several times faster than a perform. All run inside functions
 -- that pin search_path. Arguments may bring a collation that no regular expression takes.
 
+create function pgsched._is_name(p_value text)
+  returns boolean
+  language sql
+  immutable
+as $$
+  select octet_length(p_value) between 1 and 63 and p_value collate "default" !~ '[[:cntrl:]]'
+$$;
+
+comment on function pgsched._is_name is
+  'Whether the value is 1 to 63 bytes without control characters; a null is not, nor is it false.';
+
+revoke all on function pgsched._is_name from public;
+
 create function pgsched._name_fault(p_argument text, p_value text)
   returns text[]
   language sql
   immutable
 as $$
   select case
-           when (octet_length(p_value) between 1 and 63
-                 and p_value collate "default" !~ '[[:cntrl:]]') is not true
-           then array[
+           when pgsched._is_name(p_value) is not true then array[
                   p_argument || ' is not a valid name: '
                     || coalesce(quote_literal(left(p_value, 80)), 'null'),
                   'Give 1 to 63 bytes without control characters.']

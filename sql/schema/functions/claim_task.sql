@@ -1,6 +1,9 @@
 -- Rows are picked by the claim index, level after level, each locked in the moment it is picked: at
 -- most p_limit, and no row that another session has locked. Only then the advisory lock of each is
 -- tried, above the limit that no plan moves it through: below, it would lock rows nobody asked for.
+-- A picked row is found again by its place, which without a sequential scan only a nested loop can
+-- do: so rows come in the order in which they were picked. One that was changed since the snapshot
+-- has another place there, and is passed by as if it were locked.
 -- The settings keep a plan from a small table, a sequential scan and JIT away from the hot path.
 create function pgsched.claim_task(
     p_worker text,
@@ -20,65 +23,71 @@ create function pgsched.claim_task(
 as $$
 #variable_conflict use_column
 declare
-  v_lease_seconds double precision := pgsched._lease_seconds(p_lease);
-  v_counts boolean := random() < 1.0 / 16;
   v_now timestamptz;
   -- An argument may bring a collation, by which the indexes are not sorted.
-  v_queue text collate "default";
+  v_queue text collate "default" := p_queue;
 begin
-  p_worker := pgsched._name('p_worker', p_worker);
-  v_queue := pgsched._name('p_queue', p_queue);
-  if (p_limit between 1 and 100) is not true then
-    raise exception using
-      errcode = 'TS400',
-      message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
-      hint = 'Give 1 to 100: each claimed task holds a slot of the shared lock table until commit.';
+  if (pgsched._is_name(p_worker) and date_part('epoch', p_lease) between 1 and 86400
+      and p_limit between 1 and 100) is not true then
+    perform pgsched._raise_claim_fault(p_worker, p_lease, p_limit);
   end if;
+
   v_now := clock_timestamp();
+  -- The claim itself is this same call again, made by the statement that counts: so the snapshot of
+  -- the count is from before the claim.
+  if random() < 1.0 / 16 then
+    return query
+    with claimed as materialized (
+      select c.*
+        from pgsched.claim_task(p_worker, p_queue, p_lease, p_limit)
+               with ordinality as c)
+    select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority, c.attempt,
+           c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
+           16 * greatest(0, (
+             select pgsched._due_up_to(v_queue, l.priority::smallint, l.run_at, l.id, v_now)
+               from claimed as l
+              order by l.ordinality desc
+              limit 1) - (select count(*) from claimed))
+      from claimed as c
+     order by c.ordinality;
+    return;
+  end if;
 
   return query
-  with claimed as (
-    update pgsched.scheduled_tasks as t
-       set status = 'processing',
-           attempt = t.attempt + 1,
-           claim_token = gen_random_uuid(),
-           claimed_by = p_worker,
-           claimed_at = v_now,
-           lease_expires_at = v_now + v_lease_seconds * interval '1 second'
-     where t.id = any (array(
-             select picked.id
-               from (select chosen.id
-                       from (select p.level::smallint as priority
-                               from generate_series(0, 9) as p (level)
-                              where not exists (
-                                    select
-                                      from pgsched.queues as q
-                                     where q.name = v_queue and q.paused)
-                              order by p.level
-                             offset 0) as levels
-                      cross join lateral (
-                            select s.id
-                              from pgsched.scheduled_tasks as s
-                             where s.queue = v_queue
-                               and s.priority = levels.priority
-                               and s.status = 'queued'
-                               and s.run_at <= v_now
-                             order by s.run_at, s.id
-                             limit p_limit
-                               for no key update skip locked) as chosen
-                      limit p_limit) as picked
-              where pg_try_advisory_xact_lock(1337, (picked.id % 2147483647)::integer)))
-    returning t.*)
-  select c.id, c.claim_token, c.task_type, c.payload, c.queue, c.priority::integer,
-         c.attempt, c.max_attempts, c.run_at, c.created_at, c.lease_expires_at,
-         case when v_counts then 16 * greatest(0, (
-           select pgsched._due_up_to(v_queue, l.priority, l.run_at, l.id, v_now)
-             from claimed as l
-            order by l.priority desc, l.run_at desc, l.id desc
-            limit 1) - (select count(*) from claimed))
-         else 0 end
-    from claimed as c
-   order by c.priority, c.run_at, c.id;
+  update pgsched.scheduled_tasks as t
+     set status = 'processing',
+         attempt = t.attempt + 1,
+         claim_token = gen_random_uuid(),
+         claimed_by = p_worker,
+         claimed_at = v_now,
+         lease_expires_at = v_now + date_part('epoch', p_lease) * interval '1 second'
+    from (select chosen.id, chosen.place
+            from (values (0::smallint), (1), (2), (3), (4), (5), (6), (7), (8), (9))
+                   as levels (priority)
+           cross join lateral (
+                 select s.id, s.ctid as place
+                   from pgsched.scheduled_tasks as s
+                  where s.queue = v_queue
+                    and s.priority = levels.priority
+                    and s.status = 'queued'
+                    and s.run_at <= v_now
+                  order by s.run_at, s.id
+                  limit p_limit
+                    for no key update skip locked) as chosen
+           where not exists (
+                 select
+                   from pgsched.queues as q
+                  where q.name = v_queue and q.paused)
+           limit p_limit) as picked
+   where t.ctid = picked.place
+     and pg_try_advisory_xact_lock(1337, (picked.id % 2147483647)::integer)
+  returning t.id, t.claim_token, t.task_type, t.payload, t.queue, t.priority::integer, t.attempt,
+            t.max_attempts, t.run_at, t.created_at, t.lease_expires_at, 0::bigint;
+
+  -- What is no name of a queue has no tasks: that is looked at only when there were none.
+  if not found then
+    perform pgsched._name('p_queue', p_queue);
+  end if;
 end;
 $$;
 
@@ -90,6 +99,25 @@ comment on function pgsched.claim_task is
   'that the sum over many calls is right. Raises TS400.';
 
 revoke all on function pgsched.claim_task from public;
+
+create function pgsched._raise_claim_fault(p_worker text, p_lease interval, p_limit integer)
+  returns void
+  language plpgsql
+as $$
+begin
+  perform pgsched._lease_seconds(p_lease);
+  perform pgsched._name('p_worker', p_worker);
+  raise exception using
+    errcode = 'TS400',
+    message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
+    hint = 'Give 1 to 100: each claimed task holds a slot of the shared lock table until commit.';
+end;
+$$;
+
+comment on function pgsched._raise_claim_fault is
+  'Raises TS400 for the first of a claim''s arguments that is not valid.';
+
+revoke all on function pgsched._raise_claim_fault from public;
 
 create function pgsched._due_up_to(
     p_queue text, p_priority smallint, p_run_at timestamptz, p_id bigint, p_now timestamptz)

@@ -14,31 +14,30 @@ create function pgsched.complete_task(
   set jit = off
 as $$
 declare
-  v_completed boolean;
+  v_task record;
   v_finished record;
 begin
   p_id := pgsched._lock_task(p_id);
 
-  with ended as (
-    delete from pgsched.scheduled_tasks as t
-     where t.id = p_id and t.claim_token = p_claim_token
-    returning t.*),
-  kept as (
-    insert into pgsched.finished_tasks (
-           id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
-           claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
-           cancel_requested_at, last_error, created_at, finished_at, result)
-    select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
-           e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
-           e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
-           clock_timestamp(), p_result
-      from ended as e
-     where not exists (
-           select
-             from pgsched.queues as q
-            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
-  select exists (select from ended) into v_completed;
-  if v_completed then
+  delete from pgsched.scheduled_tasks as t
+   where t.id = p_id and t.claim_token = p_claim_token
+  returning t.*, (
+            select date_part('epoch', q.keep_completed)
+              from pgsched.queues as q
+             where q.name = t.queue) is distinct from 0 as kept
+    into v_task;
+  if found then
+    if v_task.kept then
+      insert into pgsched.finished_tasks (
+             id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
+             claim_token, claimed_by, claimed_at, lease_expires_at, unique_key, concurrency_key,
+             cancel_requested_at, last_error, created_at, finished_at, result)
+      values (v_task.id, v_task.queue, v_task.task_type, v_task.payload, 'completed',
+             v_task.priority, v_task.run_at, v_task.attempt, v_task.max_attempts,
+             v_task.claim_token, v_task.claimed_by, v_task.claimed_at, v_task.lease_expires_at,
+             v_task.unique_key, v_task.concurrency_key, v_task.cancel_requested_at,
+             v_task.last_error, v_task.created_at, clock_timestamp(), p_result);
+    end if;
     return true;
   end if;
 

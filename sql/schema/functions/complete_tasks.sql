@@ -1,5 +1,6 @@
 -- Takes no advisory lock and waits for no row: one handler's open transaction must not hold up the
--- completions of all other tasks of its process.
+-- completions of all other tasks of its process. A locked row is found again by its place; one that
+-- was changed since the snapshot is not, and stays, as busy.
 create function pgsched.complete_tasks(
     p_ids bigint[],
     p_claim_tokens uuid[],
@@ -13,28 +14,29 @@ create function pgsched.complete_tasks(
   set jit = off
 as $$
 #variable_conflict use_column
+declare
+  -- Positions in p_ids.
+  v_ended bigint[];
 begin
   perform pgsched._check_batch(p_ids, p_claim_tokens);
   perform pgsched._check_column('p_results', p_results, p_ids);
 
-  return query
-  with given as materialized (
-    select g.id, g.claim_token, g.result, g.position,
-           row_number() over (partition by g.id, g.claim_token order by g.position) as repetition
-      from unnest(p_ids, p_claim_tokens, p_results)
-             with ordinality as g (id, claim_token, result, position)),
-  locked as materialized (
-    select t.id
+  with locked as materialized (
+    select t.ctid as place, g.result, g.position
       from pgsched.scheduled_tasks as t
+      join (select distinct on (u.id, u.claim_token) u.*
+              from unnest(p_ids, p_claim_tokens, p_results)
+                     with ordinality as u (id, claim_token, result, position)
+             order by u.id, u.claim_token, u.position) as g
+        on g.id = t.id and g.claim_token = t.claim_token
      where t.id = any (p_ids)
-       and exists (
-           select from given as g where g.id = t.id and g.claim_token = t.claim_token)
      order by t.id
        for update of t skip locked),
   ended as (
     delete from pgsched.scheduled_tasks as t
-     where t.id = any (array(select l.id from locked as l))
-    returning t.*),
+     using locked as l
+     where t.ctid = l.place
+    returning t.*, l.result, l.position),
   kept as (
     insert into pgsched.finished_tasks (
            id, queue, task_type, payload, status, priority, run_at, attempt, max_attempts,
@@ -43,24 +45,34 @@ begin
     select e.id, e.queue, e.task_type, e.payload, 'completed', e.priority, e.run_at, e.attempt,
            e.max_attempts, e.claim_token, e.claimed_by, e.claimed_at, e.lease_expires_at,
            e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
-           clock_timestamp(), g.result
+           clock_timestamp(), e.result
       from ended as e
-      join given as g on g.id = e.id and g.claim_token = e.claim_token and g.repetition = 1
-     where not exists (
-           select
+     where (
+           select date_part('epoch', q.keep_completed)
              from pgsched.queues as q
-            where q.name = e.queue and date_part('epoch', q.keep_completed) = 0))
+            where q.name = e.queue) is distinct from 0)
+  select array(select e.position from ended as e) into v_ended;
+
+  if cardinality(v_ended) = cardinality(p_ids) then
+    return query select g.id, 'completed' from unnest(p_ids) as g (id);
+    return;
+  end if;
+
+  -- What was not ended is looked up after it: a task that moves between the tables is seen in one.
+  return query
   select g.id,
          case
-           when e.id is not null and g.repetition = 1 then 'completed'
-           when e.id is not null then 'already'
+           when g.position = any (v_ended) then 'completed'
+           when e.claim_token = g.claim_token then 'already'
            when t.claim_token = g.claim_token then 'busy'
            when f.claim_token = g.claim_token and f.status = 'completed' then 'already'
-           when t.id is not null or f.id is not null then 'stale'
+           when e.id is not null or t.id is not null or f.id is not null then 'stale'
            else 'gone'
          end
-    from given as g
-    left join ended as e on e.id = g.id and e.claim_token = g.claim_token
+    from unnest(p_ids, p_claim_tokens) with ordinality as g (id, claim_token, position)
+    left join (
+         select p_ids[n.position] as id, p_claim_tokens[n.position] as claim_token
+           from unnest(v_ended) as n (position)) as e on e.id = g.id
     left join (
          select s.id, s.claim_token
            from pgsched.scheduled_tasks as s

@@ -18,43 +18,50 @@ declare
   v_fault text[];
   v_now timestamptz;
   v_id bigint;
+  v_heard boolean;
 begin
   -- An argument may bring a collation, by which the indexes are not sorted.
-  select coalesce(q.max_attempts, 20) as max_attempts,
-         coalesce(q.max_payload_bytes, 1048576) as max_payload_bytes,
-         coalesce(q.notify, true) and exists (
-           select
-             from pgsched.listeners as l
-            where l.queue = p_queue collate "default") as notify
+  select q.max_attempts, q.max_payload_bytes, q.notify
     into v_settings
-    from (select) as always
-    left join pgsched.queues as q on q.name = p_queue collate "default";
-  v_fault := pgsched._task_fault(
-    p_task_type, octet_length(p_payload::text), p_queue, p_run_at, p_priority, p_max_attempts,
-    p_unique_key, p_concurrency_key, v_settings.max_payload_bytes);
-  if v_fault is not null then
+    from pgsched.queues as q
+   where q.name = p_queue collate "default";
+  if (pgsched._is_name(p_task_type) and pgsched._is_name(p_queue)
+      and coalesce(pgsched._is_name(p_unique_key), true)
+      and coalesce(pgsched._is_name(p_concurrency_key), true)
+      and coalesce(p_run_at > '-infinity' and p_run_at < '9999-01-01 00:00:00+00', true)
+      and p_priority between 0 and 9
+      and coalesce(p_max_attempts >= 1, true)
+      and octet_length(p_payload::text)
+            <= coalesce(v_settings.max_payload_bytes, 1048576)) is not true then
+    v_fault := pgsched._task_fault(
+      p_task_type, octet_length(p_payload::text), p_queue, p_run_at, p_priority, p_max_attempts,
+      p_unique_key, p_concurrency_key, coalesce(v_settings.max_payload_bytes, 1048576));
     raise exception using errcode = 'TS400', message = 'p_' || v_fault[1], hint = v_fault[2];
   end if;
 
   -- The id of this transaction first, then the clock: a queued row is never older than its writer.
-  perform pg_current_xact_id();
-  v_now := clock_timestamp();
+  v_now := case when pg_current_xact_id() is not null then clock_timestamp() end;
   p_run_at := greatest(p_run_at, v_now);
-  p_max_attempts := coalesce(p_max_attempts, v_settings.max_attempts);
+  p_max_attempts := coalesce(p_max_attempts, v_settings.max_attempts, 20);
 
   if p_unique_key is not null then
     v_id := pgsched._add_unique(
       nextval('pgsched.scheduled_tasks_id_seq'), p_task_type, p_payload, p_queue, p_run_at,
       p_priority, p_max_attempts, p_unique_key, p_concurrency_key, v_now);
+    v_heard := exists (
+      select
+        from pgsched.listeners as l
+       where l.queue = p_queue collate "default");
   else
     insert into pgsched.scheduled_tasks as t (
            queue, task_type, payload, priority, run_at, max_attempts, concurrency_key, created_at)
     values (p_queue, p_task_type, p_payload, p_priority, p_run_at, p_max_attempts,
            p_concurrency_key, v_now)
-    returning t.id into v_id;
+    returning t.id, exists (select from pgsched.listeners as l where l.queue = t.queue)
+         into v_id, v_heard;
   end if;
 
-  if v_settings.notify and p_run_at = v_now then
+  if v_heard and p_run_at = v_now and v_settings.notify is not false then
     perform pg_notify(pgsched.notify_channel(p_queue), '');
   end if;
   return v_id;

@@ -66,6 +66,23 @@ as $$
    where c.relnamespace = 'pgsched'::regnamespace and c.relkind = 'r' and c.relpersistence = 'u'
    union all
   select 'objects', 'error',
+         format('%s of %s, not of %s, who owns the schema: %s.',
+                case count(*) when 1 then '1 object is' else count(*) || ' objects are' end,
+                o.owner::regrole, n.nspowner::regrole,
+                array_to_string((array_agg(o.name order by o.name))[:3], ', ')),
+         format('alter %s owner to %s%s', min(o.name), n.nspowner::regrole,
+                case when count(*) > 1 then '; and so on' else '' end)
+    from (select 'table ' || c.oid::regclass, c.relowner, c.relnamespace
+            from pg_class as c
+           where c.relkind in ('r', 'v')
+           union all
+          select 'routine ' || p.oid::regprocedure, p.proowner, p.pronamespace
+            from pg_proc as p) as o (name, owner, namespace)
+    join pg_namespace as n on n.oid = o.namespace and n.nspowner <> o.owner
+   where n.nspname = 'pgsched'
+   group by o.owner, n.nspowner
+   union all
+  select 'objects', 'error',
          format('Ids of %s are given again: %s is there, and the next one is %s.',
                 h.name, h.id, coalesce(q.last_value, 0) + 1),
          -- Those that were deleted may have been higher.

@@ -5,7 +5,7 @@ create function pgsched.schema_version()
   security definer
   set search_path = pg_catalog, pg_temp
 as $$
-  select '0002'
+  select '0003'
 $$;
 
 comment on function pgsched.schema_version is
