@@ -189,8 +189,7 @@ def migrate(
                 rule = "run as the owner of schema pgsched, which has to own all in it"
                 raise NotAllowed(f"{error.diag.message_primary}: {rule}") from error
             except AssertionError as error:
-                newer = "yoyo's tables in schema pgsched are of a newer yoyo-migrations: upgrade it"
-                raise MigrationError(newer) from error
+                raise MigrationError("yoyo's tables are newer: upgrade yoyo-migrations") from error
             except (_OtherInstaller, *_MEANWHILE) as error:
                 other, pause = isinstance(error, _OtherInstaller), uniform(0.2, 0.6)
                 patience = INSTALLER_PATIENCE if other else lock_timeout

@@ -1,9 +1,9 @@
 begin;
 \ir fixtures.sql
-select plan(25);
+select plan(31);
 
 -- Nobody else is at a step meanwhile: of two callers one is told null.
-select pg_advisory_xact_lock(1338, step) from unnest(array[2, 3]) as step \g /dev/null
+select pg_advisory_xact_lock(1338, step) from unnest(array[2, 3, 4]) as step \g /dev/null
 
 select pg_temp.keep_others() \g /dev/null
 -- Of the stale tasks of others none is reaped: the thousand of a call are ours, with lower ids.
@@ -18,7 +18,7 @@ select is(pg_temp.result_of('pgsched.maintain'), 'TABLE(step text, affected bigi
   select skip('tasks of others are stale');
 \else
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('prune_finished', 0::bigint), ('reap_stale', 0)$$,
+                    $$values ('move_claim_marks', 0::bigint), ('prune_finished', 0), ('reap_stale', 0)$$,
                     'each step is done and finds nothing');
 \endif
 
@@ -42,7 +42,7 @@ create temporary table others as
 select * from pgsched.tasks
  where queue = 'pgtap others' or id = (select id from stale where kind = 'one too many');
 select results_eq('select * from pgsched.maintain()',
-                  $$values ('prune_finished', 5::bigint), ('reap_stale', 1000)$$,
+                  $$values ('move_claim_marks', 0::bigint), ('prune_finished', 5), ('reap_stale', 1000)$$,
                   'finished tasks are deleted, then stale ones reaped, and both are counted');
 select results_eq(
   $$select kind, coalesce(t.status, 'deleted'), count(*)
@@ -66,10 +66,10 @@ select * from pgsched.tasks where queue = 'pgtap maintain' and status = 'queued'
   select skip('tasks of others are stale', 3);
 \else
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('prune_finished', 1::bigint), ('reap_stale', 1)$$,
+                    $$values ('move_claim_marks', 0::bigint), ('prune_finished', 1), ('reap_stale', 1)$$,
                     'the next call does the rest');
   select results_eq('select * from pgsched.maintain()',
-                    $$values ('prune_finished', 0::bigint), ('reap_stale', 0)$$,
+                    $$values ('move_claim_marks', 0::bigint), ('prune_finished', 0), ('reap_stale', 0)$$,
                     'and another finds nothing to do');
   select results_eq(
     'select * from pgsched.tasks where id in (select id from before) order by id',
@@ -96,6 +96,19 @@ begin
     raise exception using errcode = current_setting('pgtap.condition');
   end if;
   return query values (1::bigint, 'queued'), (2, 'failed');
+end;
+$$;
+
+create or replace function pgsched._move_claim_marks(p_busy boolean)
+  returns bigint
+  language plpgsql
+as $$
+begin
+  perform set_config('pgtap.done', current_setting('pgtap.done') || ' move', true);
+  if current_setting('pgtap.failing') = 'move_claim_marks' then
+    raise exception using errcode = current_setting('pgtap.condition');
+  end if;
+  return 3;
 end;
 $$;
 
@@ -128,19 +141,23 @@ exception
 end;
 $$;
 
-select is(pg_temp.maintain_when('none', ''), 'prune_finished: 7, reap_stale: 2, done: prune reap',
+select is(pg_temp.maintain_when('none', ''), 'move_claim_marks: 3, prune_finished: 7, reap_stale: 2, done: move prune reap',
           'each step runs once, one after the other');
 select is(pg_temp.maintain_when('reap_stale', condition),
-          'prune_finished: 7, reap_stale: , done: prune',
+          'move_claim_marks: 3, prune_finished: 7, reap_stale: , done: move prune',
           format('reap_stale that ends with %s undoes only itself', condition))
   from unnest(array['55P03', '40P01', '40001', '53200']) as condition;
 select is(pg_temp.maintain_when('prune_finished', condition),
-          'prune_finished: , reap_stale: 2, done: reap',
+          'move_claim_marks: 3, prune_finished: , reap_stale: 2, done: move reap',
           format('prune_finished that ends with %s undoes only itself', condition))
+  from unnest(array['55P03', '40P01', '40001', '53200']) as condition;
+select is(pg_temp.maintain_when('move_claim_marks', condition),
+          'move_claim_marks: , prune_finished: 7, reap_stale: 2, done: prune reap',
+          format('move_claim_marks that ends with %s undoes only itself', condition))
   from unnest(array['55P03', '40P01', '40001', '53200']) as condition;
 select is(pg_temp.maintain_when(failing, condition), condition,
           format('%s that ends with %s ends the call', failing, condition))
-  from unnest(array['reap_stale', 'prune_finished']) as failing
+  from unnest(array['move_claim_marks', 'reap_stale', 'prune_finished']) as failing
  cross join unnest(array['57014', '22012']) as condition;
 
 -- Rights
@@ -148,7 +165,7 @@ select pg_temp.maintain_when('none', '') \g /dev/null
 select pg_temp.may_call(
   'pgsched.maintain',
   $$select string_agg(step || ' ' || affected, ', ') from pgsched.maintain()$$,
-  'prune_finished 7, reap_stale 2');
+  'move_claim_marks 3, prune_finished 7, reap_stale 2');
 
 select * from finish();
 rollback;

@@ -84,6 +84,22 @@ def test_what_a_broken_reindex_left_is_found_and_the_advice_removes_it(
     assert found(conn, "objects") == []
 
 
+def test_what_belongs_to_another_role_is_found_and_the_advice_cures_it(
+    conn: psycopg.Connection,
+) -> None:
+    conn.execute("drop role if exists doctor_other; create role doctor_other")
+    things = ["routine pgsched.pause_queue(text)", "table pgsched.queues", "table pgsched.tasks"]
+    for number, thing in enumerate(things, 1):
+        conn.execute(f"alter {thing} owner to doctor_other".encode())
+        objects = "1 object is" if number == 1 else f"{number} objects are"
+        text = f"{objects} of doctor_other, not of postgres, who owns the schema: "
+        assert found(conn, "objects") == [("error", f"{text}{', '.join(things[:number])}.")]
+    for _ in things:
+        conn.execute(advice(conn, "objects").partition(";")[0].encode())
+    assert found(conn, "objects") == []
+    conn.execute("drop role doctor_other")
+
+
 def test_an_unlogged_table_is_found_and_the_advice_cures_it(conn: psycopg.Connection) -> None:
     conn.execute("alter table pgsched.queues set unlogged")
     text = "Table queues is unlogged: a crash of the server empties it."
@@ -117,7 +133,7 @@ def test_dead_rows_are_found(conn: psycopg.Connection) -> None:
     [_, (level, text)] = found(conn, "vacuum")
     assert level == "warning"
     assert text == (
-        "scheduled_tasks has 50001 dead rows, which claims read past; autovacuum has not come yet."
+        "scheduled_tasks has 50001 dead rows, which take room and time; autovacuum has not come yet."
     )
     conn.execute("vacuum pgsched.scheduled_tasks")
     wait_until(lambda: len(found(conn, "vacuum")) == 1)

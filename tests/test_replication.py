@@ -145,7 +145,7 @@ def test_a_subscriber_gets_all_that_changes(logical: Server, whole: bool) -> Non
             ended = "select max(id) > 200 from pgsched.finished_tasks where queue = 'busy'"
             wait_until(lambda: ask(logical.dsn("new"), ended) == [True])
         follow(pair)
-        assert len(published(pair.new, pair)) == (8 if whole else 3)
+        assert len(published(pair.new, pair)) == (10 if whole else 3)
         assert migrate(logical.dsn("new")) == []
 
 

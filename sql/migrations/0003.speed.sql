@@ -1,5 +1,48 @@
--- Speed: claims, completions and enqueues of one task cost less.
+-- Speed: claims begin at a mark, past what an old snapshot keeps dead; hot functions cost less.
 -- depends: 0002.access
+
+-- Both hold hints, and a claim is right without them: a row is never updated, but replaced by one
+-- with a higher xid, so that an old snapshot does not put all former ones in the way.
+create table pgsched.claim_marks (
+  queue  text          not null,
+  xid    xid8          not null,
+  run_at timestamptz[] not null,
+  id     bigint[]      not null,
+  constraint claim_marks_pkey primary key (queue, xid)
+);
+
+comment on table pgsched.claim_marks is
+  'Where claim_task begins to read: of each queue the row with the highest xid. A hint, which '
+  'reap_stale moves; may be emptied at any time.';
+comment on column pgsched.claim_marks.run_at is
+  'Of each priority, 0 to 9: no task of it is queued, or can become so, that is due before.';
+comment on column pgsched.claim_marks.id is
+  'Nor any that is due at that very time and has a lower id.';
+
+create table pgsched.claim_readings (
+  xid       xid8        not null,
+  read_xid  xid8,
+  read_at   timestamptz,
+  proven_at timestamptz,
+  changes   bigint      not null,
+  swept_at  timestamptz not null,
+  constraint claim_readings_pkey primary key (xid)
+);
+
+comment on table pgsched.claim_readings is
+  'How far marks may go: the row with the highest xid.';
+comment on column pgsched.claim_readings.read_at is
+  'A reading of the clock, taken before read_xid; proven when no transaction below that runs.';
+comment on column pgsched.claim_readings.proven_at is
+  'The newest reading that is proven: no task that is due before can become queued.';
+comment on column pgsched.claim_readings.changes is
+  'Updates and deletions of live tasks that had been counted by the newest reading.';
+comment on column pgsched.claim_readings.swept_at is
+  'When it was last looked for tasks below the marks.';
+
+-- Default privileges may have given PUBLIC something.
+revoke all on pgsched.claim_marks, pgsched.claim_readings from public;
+revoke all on type pgsched.claim_marks, pgsched.claim_readings from public;
 
 -- Functions, as in sql/schema/functions/: make migration writes what follows.
 
@@ -219,6 +262,192 @@ comment on function pgsched._check_column is
 
 revoke all on function pgsched._check_column from public;
 
+-- What a claim need not read: under an old snapshot the index keeps an entry of every task that was
+-- queued since, and a claim would walk through all of them. Three steps make a mark safe.
+--  1. The clock is read, and then a transaction id is taken. Whoever makes a task queued, or moves
+--     it, takes its id first, then reads the clock, and stores no run_at below that: so a later id
+--     means a later run_at.
+--  2. When every transaction with a lower id has ended, whatever they did is visible, and no other
+--     can bring anything below that reading.
+--  3. Then a mark is the first task that is visible, or the reading if none is older.
+-- Each row of both tables is written once and replaced by another with a higher xid: a row that is
+-- updated would be found, under the same old snapshot, behind all that it ever was.
+create or replace function pgsched._move_claim_marks(p_busy boolean)
+  returns bigint
+  language plpgsql
+  set enable_seqscan = off
+  set jit = off
+as $$
+declare
+  v_last pgsched.claim_readings;
+  v_snapshot pg_snapshot;
+  v_now timestamptz;
+  v_xid xid8;
+  v_changes bigint;
+  v_resets boolean;
+  v_busy boolean;
+  v_proves boolean;
+  v_sweeps boolean;
+  v_queue text;
+  v_moved bigint := 0::bigint;
+begin
+  -- An id from before the reading of the clock would prove nothing.
+  if pg_current_xact_id_if_assigned() is not null then
+    return 0::bigint;
+  end if;
+  select r.* into v_last from pgsched.claim_readings as r order by r.xid desc limit 1;
+  v_snapshot := pg_current_snapshot();
+  v_now := clock_timestamp();
+
+  -- The clock was set back, or this is a copy of another server's tables, or of some of them.
+  v_resets := coalesce(v_last.xid >= pg_snapshot_xmax(v_snapshot), false)
+              or v_last.xid is null and exists (select from pgsched.claim_marks)
+              or v_now < greatest(v_last.read_at, v_last.proven_at, v_last.swept_at);
+  v_changes := pg_stat_get_tuples_updated('pgsched.scheduled_tasks'::regclass)
+               + pg_stat_get_tuples_deleted('pgsched.scheduled_tasks'::regclass);
+  v_busy := p_busy or abs(v_changes - coalesce(v_last.changes, 0)) >= 200;
+  v_proves := coalesce(v_last.read_xid <= pg_snapshot_xmin(v_snapshot)
+                       and v_now >= v_last.read_at + interval '0.05 seconds', false);
+  v_sweeps := coalesce(v_now >= v_last.swept_at + interval '1 minute', false)
+              and exists (select from pgsched.claim_marks);
+  -- One does it at a time, and nobody who was faster meanwhile.
+  if (v_resets or v_proves or v_sweeps or (v_busy and v_last.read_xid is null)) is not true
+     or not pg_try_advisory_xact_lock(1338, 4)
+     or v_last.xid is distinct from (
+        select r.xid from pgsched.claim_readings as r order by r.xid desc limit 1) then
+    return 0::bigint;
+  end if;
+  if v_resets then
+    delete from pgsched.claim_marks;
+    delete from pgsched.claim_readings;
+    return 0::bigint;
+  end if;
+
+  v_xid := pg_current_xact_id();
+  delete from pgsched.claim_readings as r where r.xid = v_last.xid;
+  if v_proves then
+    v_last.proven_at := v_last.read_at;
+    v_last.read_xid := null;
+    v_last.read_at := null;
+  end if;
+  if v_proves or v_sweeps then
+    for v_queue in select q.queue from pgsched._queues_with_marks() as q loop
+      v_moved := v_moved + pgsched._move_claim_mark(v_queue, v_last.proven_at, v_sweeps, v_xid);
+    end loop;
+  end if;
+  if v_busy and v_last.read_xid is null then
+    v_last.read_xid := v_xid;
+    v_last.read_at := v_now;
+    v_last.changes := v_changes;
+  end if;
+  insert into pgsched.claim_readings (xid, read_xid, read_at, proven_at, changes, swept_at)
+  values (v_xid, v_last.read_xid, v_last.read_at, v_last.proven_at, v_last.changes,
+         case when v_sweeps or v_last.swept_at is null then v_now else v_last.swept_at end);
+  return v_moved;
+end;
+$$;
+
+comment on function pgsched._move_claim_marks is
+  'Moves the marks that claims begin at up, when 200 rows of tasks or more have changed or p_busy; '
+  'once a minute looks below them, too. Does nothing in a transaction that has an id. Returns of '
+  'how many queues it moved the marks.';
+
+revoke all on function pgsched._move_claim_marks from public;
+
+-- Counted is what the index gave, dead entries included: a mark that saves little is not written.
+-- A sweep begins at the beginning: so it finds what is below the mark against the rules, such as
+-- rows that were restored or replicated, and drops a mark that is not needed any more.
+create or replace function pgsched._move_claim_mark(
+    p_queue text, p_proven_at timestamptz, p_sweeps boolean, p_xid xid8)
+  returns bigint
+  language plpgsql
+  set enable_seqscan = off
+as $$
+declare
+  v_old pgsched.claim_marks;
+  v_new pgsched.claim_marks;
+  v_read bigint := pg_stat_get_xact_tuples_returned('pgsched.scheduled_tasks_claim_idx'::regclass);
+  v_saves boolean;
+begin
+  select m.* into v_old
+    from pgsched.claim_marks as m
+   where m.queue = p_queue
+   order by m.xid desc
+   limit 1;
+  select array_agg(case when f.run_at < p_proven_at then f.run_at else p_proven_at end
+                   order by l.level),
+         array_agg(case when f.run_at < p_proven_at then f.id else -9223372036854775808 end
+                   order by l.level)
+    into v_new.run_at, v_new.id
+    from (select p.level::smallint as level,
+                 case when p_sweeps then null else v_old.run_at[p.level + 1] end as run_at,
+                 v_old.id[p.level + 1] as id
+            from generate_series(0, 9) as p (level)
+          offset 0) as l
+    left join lateral (
+         select s.run_at, s.id
+           from pgsched.scheduled_tasks as s
+          where s.queue = p_queue
+            and s.priority = l.level
+            and s.status = 'queued'
+            and (s.run_at, s.id) >= (coalesce(l.run_at, '-infinity'), coalesce(l.id, 0))
+          order by s.run_at, s.id
+          limit 1) as f
+      on true;
+  v_saves := v_read + 100 <= pg_stat_get_xact_tuples_returned(
+    'pgsched.scheduled_tasks_claim_idx'::regclass);
+  if not v_saves and (not p_sweeps or v_old.queue is null)
+     or v_saves and (v_new.run_at, v_new.id) is not distinct from (v_old.run_at, v_old.id) then
+    return 0::bigint;
+  end if;
+  delete from pgsched.claim_marks as m where m.queue = p_queue and m.xid = v_old.xid;
+  if v_saves then
+    insert into pgsched.claim_marks (queue, xid, run_at, id)
+    values (p_queue, p_xid, v_new.run_at, v_new.id);
+  end if;
+  return 1::bigint;
+end;
+$$;
+
+comment on function pgsched._move_claim_mark is
+  'Moves the mark of a queue to its first queued task of each priority, or to the proven time, '
+  'where claims are spared the reading of 100 entries or more. 1: it moved; 0: it did not.';
+
+revoke all on function pgsched._move_claim_mark from public;
+
+-- A task leaves a trace: its queue has a finished task, or a setting by which it keeps none. Found
+-- backwards, since what is deleted first, and has to be passed by, is the oldest.
+create or replace function pgsched._queues_with_marks()
+  returns table (queue text)
+  language sql
+  stable
+as $$
+  with recursive kinds as (
+    (select f.status, f.queue
+       from pgsched.finished_tasks as f
+      order by f.status desc, f.queue desc
+      limit 1)
+     union all
+    select n.status, n.queue
+      from kinds as k
+     cross join lateral (
+           select f.status, f.queue
+             from pgsched.finished_tasks as f
+            where (f.status, f.queue) < (k.status, k.queue)
+            order by f.status desc, f.queue desc
+            limit 1) as n)
+  select k.queue from kinds as k
+   union
+  select q.name from pgsched.queues as q
+   union
+  select m.queue from pgsched.claim_marks as m
+$$;
+
+comment on function pgsched._queues_with_marks is
+  'The queues that tasks have gone through.';
+
+revoke all on function pgsched._queues_with_marks from public;
+
 create or replace function pgsched.enqueue_task(
     p_task_type text,
     p_payload jsonb default '{}',
@@ -398,6 +627,13 @@ begin
     from (select chosen.id, chosen.place
             from (values (0::smallint), (1), (2), (3), (4), (5), (6), (7), (8), (9))
                    as levels (priority)
+            left join (
+                 select r.run_at, r.id
+                   from pgsched.claim_marks as r
+                  where r.queue = v_queue
+                  order by r.xid desc
+                  limit 1) as m
+              on true
            cross join lateral (
                  select s.id, s.ctid as place
                    from pgsched.scheduled_tasks as s
@@ -405,6 +641,12 @@ begin
                     and s.priority = levels.priority
                     and s.status = 'queued'
                     and s.run_at <= v_now
+                    and (s.run_at, s.id) >= (
+                          case when m.run_at[levels.priority + 1] <= v_now
+                               then m.run_at[levels.priority + 1]
+                               else '-infinity'
+                          end,
+                          coalesce(m.id[levels.priority + 1], 0))
                   order by s.run_at, s.id
                   limit p_limit
                     for no key update skip locked) as chosen
@@ -461,22 +703,38 @@ create or replace function pgsched._due_up_to(
   set enable_seqscan = off
 as $$
   select sum(
-           case when p.level < p_priority then (
+           case when l.level < p_priority then (
                   select count(*)
                     from pgsched.scheduled_tasks as s
                    where s.queue = p_queue
-                     and s.priority = p.level::smallint
+                     and s.priority = l.level
                      and s.status = 'queued'
-                     and s.run_at <= p_now)
+                     and s.run_at <= p_now
+                     and (s.run_at, s.id) >= (l.mark_at, l.mark_id))
                 else (
                   select count(*)
                     from pgsched.scheduled_tasks as s
                    where s.queue = p_queue
                      and s.priority = p_priority
                      and s.status = 'queued'
-                     and (s.run_at, s.id) <= (p_run_at, p_id))
+                     and (s.run_at, s.id) <= (p_run_at, p_id)
+                     and (s.run_at, s.id) >= (l.mark_at, l.mark_id))
            end)::bigint
-    from generate_series(0, p_priority) as p (level)
+    from (select p.level::smallint as level,
+                 case when m.run_at[p.level + 1] <= p_now
+                      then m.run_at[p.level + 1]
+                      else '-infinity'
+                 end as mark_at,
+                 coalesce(m.id[p.level + 1], 0) as mark_id
+            from generate_series(0, p_priority) as p (level)
+            left join (
+                 select r.run_at, r.id
+                   from pgsched.claim_marks as r
+                  where r.queue = p_queue
+                  order by r.xid desc
+                  limit 1) as m
+              on true
+          offset 0) as l
 $$;
 
 comment on function pgsched._due_up_to is
@@ -567,6 +825,10 @@ declare
   -- Positions in p_ids.
   v_ended bigint[];
 begin
+  -- At full speed too much lies dead before the next claims until the next reap_stale.
+  if random() < 1.0 / 16 and current_setting('transaction_isolation') = 'read committed' then
+    perform pgsched._move_claim_marks(true);
+  end if;
   perform pgsched._check_batch(p_ids, p_claim_tokens);
   perform pgsched._check_column('p_results', p_results, p_ids);
 
@@ -642,6 +904,244 @@ comment on function pgsched.complete_tasks is
 
 revoke all on function pgsched.complete_tasks from public;
 
+-- Status and lease are checked on the row as it is when it is locked; a row that somebody has
+-- locked is passed by, and so is a task whose advisory lock cannot be had: somebody acts on it now.
+-- The lock is re-entrant: what this very transaction holds has to be looked up, before any try.
+-- The inner query locks row by row in id order, so the outer limit ends the work early, and tasks
+-- that are held do not use up the limit; offset 0 keeps the try above it, on rows already locked.
+create or replace function pgsched.reap_stale(p_limit integer default 1000)
+  returns table (id bigint, status text)
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+  set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_gone text[];
+  v_ids bigint[];
+begin
+  if (p_limit between 1 and 1000) is not true then
+    raise exception using
+      errcode = 'TS400',
+      message = format('p_limit is out of range: %s', coalesce(p_limit::text, 'null')),
+      hint = 'Give 1 to 1000: each reaped task holds a slot of the shared lock table until commit.';
+  end if;
+  if current_setting('transaction_read_only')::boolean then
+    perform pgsched._raise_read_only();
+  end if;
+
+  perform pgsched._move_claim_marks(false);
+  v_gone := pgsched._gone_workers(v_now);
+  v_ids := array(
+    select s.id
+      from (select t.id
+              from pgsched.scheduled_tasks as t
+             where t.status = 'processing'
+               and (t.lease_expires_at <= v_now
+                    or (t.claimed_by = any (v_gone) and t.claimed_at <= v_now))
+               and (t.id % 2147483647)::integer::oid <> all (array(
+                   select l.objid
+                     from pg_locks as l
+                    where l.pid = pg_backend_pid()
+                      and l.locktype = 'advisory' and l.classid = 1337 and l.objsubid = 2))
+             order by t.id
+            offset 0
+               for update of t skip locked) as s
+     where pg_try_advisory_xact_lock(1337, (s.id % 2147483647)::integer)
+     limit p_limit);
+  if v_ids <> '{}' then
+    return query select r.id, r.status from pgsched._reap_tasks(v_ids, v_now) as r;
+    -- Not "= 'queued'": that would let the index of all that are queued be read for these few.
+    perform pgsched._notify(array(
+      select t.queue
+        from pgsched.scheduled_tasks as t
+       where t.id = any (v_ids) and t.status <> 'processing'));
+  end if;
+
+  -- Of who is gone nothing is left to find: no more need to look for it.
+  if v_gone <> '{}' then
+    update pgsched.workers as w
+       set presence = false
+     where w.id in (
+           select o.id
+             from pgsched.workers as o
+            where o.name = any (v_gone)
+              and not exists (
+                  select
+                    from pgsched.scheduled_tasks as t
+                   where t.status = 'processing' and t.claimed_by = o.name)
+            order by o.id
+              for no key update skip locked);
+  end if;
+end;
+$$;
+
+comment on function pgsched.reap_stale is
+  'Takes tasks from their holders whose lease ended, or that are gone: whose presence nobody held, '
+  'as found twice, 5 seconds or more apart. At most p_limit (1 to 1000) a call; says what became '
+  'of each: queued (due at once), failed (attempts used up), cancelled (a cancel was requested). '
+  'Moves the marks that claims begin at, too. Passes by what another session is acting on; safe '
+  'from any number of callers; writes nothing while all leases run, all workers are there and '
+  'little is claimed. Raises TS400.';
+
+revoke all on function pgsched.reap_stale from public;
+
+-- The lock is tried shared, so that two who look do not take each other for the worker. Whoever
+-- holds a presence itself, or has looked before in the same transaction, gets it all the same: then
+-- pg_locks tells, which would cost more for all. A hundred that are missed are enough for one look:
+-- each takes a slot of the shared lock table. After a start of the server, a recovery from a crash
+-- or a promotion nobody has come back yet: for 5 seconds, and from before it, nothing counts.
+create or replace function pgsched._gone_workers(p_now timestamptz)
+  returns text[]
+  language plpgsql
+  set enable_seqscan = off
+as $$
+declare
+  v_start timestamptz := pg_postmaster_start_time();
+  v_absent bigint[];
+begin
+  v_absent := array(
+    select s.id
+      from (select w.id
+              from pgsched.workers as w
+             where w.presence
+             order by w.id
+            offset 0) as s
+     where pg_try_advisory_xact_lock_shared(1339, (s.id % 2147483647)::integer)
+     limit 100);
+  if v_absent <> '{}' then
+    v_start := greatest(
+      v_start, pg_stat_get_bgwriter_stat_reset_time(), pg_last_xact_replay_timestamp());
+    v_absent := array(
+      select a.id
+        from unnest(v_absent) as a (id)
+       where (a.id % 2147483647)::integer::oid not in (select pgsched._presences()));
+  end if;
+  if p_now < v_start + interval '5 seconds' then
+    return '{}'::text[];
+  end if;
+  update pgsched.workers as w
+     set suspect_since = case when w.id = any (v_absent) then p_now end
+   where w.id in (
+         select o.id
+           from pgsched.workers as o
+          where o.presence
+            and (o.suspect_since >= v_start) is true <> (o.id = any (v_absent))
+          order by o.id
+            for no key update skip locked);
+  return array(
+    select w.name
+      from pgsched.workers as w
+     where w.id = any (v_absent)
+       and w.presence
+       and w.suspect_since between v_start and p_now - interval '5 seconds'
+     order by w.name);
+end;
+$$;
+
+comment on function pgsched._gone_workers is
+  'Notes whose presence nobody holds, and since when; the names of those of whom that was noted at '
+  'least 5 seconds ago.';
+
+revoke all on function pgsched._gone_workers from public;
+
+-- A task that cannot be changed, because its row is damaged or a constraint is in the way, keeps no
+-- other from being reaped: then each is tried alone.
+create or replace function pgsched._reap_tasks(p_ids bigint[], p_now timestamptz)
+  returns table (id bigint, status text)
+  language plpgsql
+as $$
+#variable_conflict use_column
+begin
+  return query
+  select e.id, e.status
+    from pgsched._end_attempts(
+           p_ids,
+           array(
+             select format(
+                      case
+                        when t.lease_expires_at <= p_now
+                        then 'worker %s was lost: its lease ended during attempt %s'
+                        else 'worker %s was lost: its presence ended during attempt %s'
+                      end,
+                      t.claimed_by, t.attempt)
+               from unnest(p_ids) with ordinality as i (id, position)
+               join pgsched.scheduled_tasks as t on t.id = i.id
+              where t.id = any (p_ids)
+              order by i.position),
+           array_fill(0::double precision, array[cardinality(p_ids)]),
+           null) as e;
+exception
+  when integrity_constraint_violation or data_exception or raise_exception
+       or program_limit_exceeded or syntax_error_or_access_rule_violation or internal_error then
+    if cardinality(p_ids) > 1 then
+      return query
+      select r.id, r.status
+        from unnest(p_ids) as i (id)
+       cross join lateral pgsched._reap_tasks(array[i.id], p_now) as r;
+    else
+      raise warning using
+        errcode = sqlstate,
+        message = format('task %s cannot be reaped: %s', p_ids[1], sqlerrm),
+        hint = 'Its row is damaged, or another with its id is among the finished tasks.';
+    end if;
+end;
+$$;
+
+comment on function pgsched._reap_tasks is
+  'Ends the attempts of tasks whose rows the caller has locked and says what became of each; of '
+  'one that cannot be changed only a warning tells.';
+
+revoke all on function pgsched._reap_tasks from public;
+
+-- A step that cannot run now undoes no other: each has a block of its own. Statement timeouts and
+-- cancels are not among the conditions: who set them wants the call to end. Marks come first, as
+-- they move only while the transaction has written nothing, and then what takes longest, so that
+-- nothing that a worker may wait for is locked meanwhile.
+create or replace function pgsched.maintain()
+  returns table (step text, affected bigint)
+  language plpgsql
+  security definer
+  set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_lock integer;
+begin
+  if current_setting('transaction_read_only')::boolean then
+    perform pgsched._raise_read_only();
+  end if;
+  for v_lock, step in values (4, 'move_claim_marks'), (3, 'prune_finished'), (2, 'reap_stale') loop
+    affected := null;
+    begin
+      if pg_try_advisory_xact_lock(1338, v_lock) then
+        affected := case step
+          when 'move_claim_marks' then pgsched._move_claim_marks(false)
+          when 'reap_stale' then (select count(*) from pgsched.reap_stale())
+          when 'prune_finished' then pgsched.prune_finished()
+        end;
+      end if;
+    exception
+      when lock_not_available or deadlock_detected or serialization_failure or out_of_memory then
+        raise warning using
+          errcode = sqlstate,
+          message = format('%s could not run now: %s', step, sqlerrm),
+          hint = 'maintain tries it again when it is called next.';
+    end;
+    return next;
+  end loop;
+end;
+$$;
+
+comment on function pgsched.maintain is
+  'Does every periodic duty once, each bounded: move_claim_marks, prune_finished, reap_stale. '
+  'affected: tasks that the step changed, or queues whose marks moved; null: another session is at '
+  'it, or a warning says why it could not run. Safe from any number of callers; call it every '
+  'minute or so.';
+
+revoke all on function pgsched.maintain from public;
+
 -- What diagnose finds, by subject; a check that finds nothing has no row. All run inside functions
 -- that pin search_path, and only read.
 
@@ -691,7 +1191,8 @@ as $$
            'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
            'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',
            'finished_tasks_pkey', 'finished_tasks_finished_at_idx', 'workers_pkey',
-           'workers_name_key', 'listeners_pkey', 'listeners_worker_id_idx']) as n (name)
+           'workers_name_key', 'listeners_pkey', 'listeners_worker_id_idx', 'claim_marks_pkey',
+           'claim_readings_pkey']) as n (name)
    where to_regclass('pgsched.' || n.name) is null
    union all
   select 'objects', 'error', format('Index %s is not valid.', c.relname),
@@ -749,7 +1250,7 @@ as $$
      and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
    union all
   select 'vacuum', 'warning',
-         format('scheduled_tasks has %s dead rows, which claims read past; autovacuum %s.',
+         format('scheduled_tasks has %s dead rows, which take room and time; autovacuum %s.',
                 s.n_dead_tup,
                 coalesce('came ' || pgsched._spelled(clock_timestamp() - s.last_autovacuum)
                          || ' ago', 'has not come yet')),

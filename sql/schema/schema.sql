@@ -10,6 +10,7 @@ create schema pgsched;
 \ir functions/arguments.sql
 \ir functions/claims.sql
 \ir functions/finish.sql
+\ir functions/claim_marks.sql
 
 -- Wake-up
 \ir functions/notify_channel.sql

@@ -203,10 +203,49 @@ create index listeners_worker_id_idx on pgsched.listeners (worker_id);
 comment on table pgsched.listeners is
   'Which worker listens for new tasks of which queue: enqueuing sends a NOTIFY only to those.';
 
+-- Both hold hints, and a claim is right without them: a row is never updated, but replaced by one
+-- with a higher xid, so that an old snapshot does not put all former ones in the way.
+create table pgsched.claim_marks (
+  queue  text          not null,
+  xid    xid8          not null,
+  run_at timestamptz[] not null,
+  id     bigint[]      not null,
+  constraint claim_marks_pkey primary key (queue, xid)
+);
+
+comment on table pgsched.claim_marks is
+  'Where claim_task begins to read: of each queue the row with the highest xid. A hint, which '
+  'reap_stale moves; may be emptied at any time.';
+comment on column pgsched.claim_marks.run_at is
+  'Of each priority, 0 to 9: no task of it is queued, or can become so, that is due before.';
+comment on column pgsched.claim_marks.id is
+  'Nor any that is due at that very time and has a lower id.';
+
+create table pgsched.claim_readings (
+  xid       xid8        not null,
+  read_xid  xid8,
+  read_at   timestamptz,
+  proven_at timestamptz,
+  changes   bigint      not null,
+  swept_at  timestamptz not null,
+  constraint claim_readings_pkey primary key (xid)
+);
+
+comment on table pgsched.claim_readings is
+  'How far marks may go: the row with the highest xid.';
+comment on column pgsched.claim_readings.read_at is
+  'A reading of the clock, taken before read_xid; proven when no transaction below that runs.';
+comment on column pgsched.claim_readings.proven_at is
+  'The newest reading that is proven: no task that is due before can become queued.';
+comment on column pgsched.claim_readings.changes is
+  'Updates and deletions of live tasks that had been counted by the newest reading.';
+comment on column pgsched.claim_readings.swept_at is
+  'When it was last looked for tasks below the marks.';
+
 -- Default privileges may have given PUBLIC something. Whoever may use the type of a row can make an
 -- object that hinders changes of the table.
 revoke all on schema pgsched from public;
 revoke all on all tables in schema pgsched from public;
 revoke all on all sequences in schema pgsched from public;
 revoke all on type pgsched.queues, pgsched.scheduled_tasks, pgsched.finished_tasks, pgsched.workers,
-  pgsched.listeners from public;
+  pgsched.listeners, pgsched.claim_marks, pgsched.claim_readings from public;

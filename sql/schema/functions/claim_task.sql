@@ -64,6 +64,13 @@ begin
     from (select chosen.id, chosen.place
             from (values (0::smallint), (1), (2), (3), (4), (5), (6), (7), (8), (9))
                    as levels (priority)
+            left join (
+                 select r.run_at, r.id
+                   from pgsched.claim_marks as r
+                  where r.queue = v_queue
+                  order by r.xid desc
+                  limit 1) as m
+              on true
            cross join lateral (
                  select s.id, s.ctid as place
                    from pgsched.scheduled_tasks as s
@@ -71,6 +78,12 @@ begin
                     and s.priority = levels.priority
                     and s.status = 'queued'
                     and s.run_at <= v_now
+                    and (s.run_at, s.id) >= (
+                          case when m.run_at[levels.priority + 1] <= v_now
+                               then m.run_at[levels.priority + 1]
+                               else '-infinity'
+                          end,
+                          coalesce(m.id[levels.priority + 1], 0))
                   order by s.run_at, s.id
                   limit p_limit
                     for no key update skip locked) as chosen
@@ -127,22 +140,38 @@ create function pgsched._due_up_to(
   set enable_seqscan = off
 as $$
   select sum(
-           case when p.level < p_priority then (
+           case when l.level < p_priority then (
                   select count(*)
                     from pgsched.scheduled_tasks as s
                    where s.queue = p_queue
-                     and s.priority = p.level::smallint
+                     and s.priority = l.level
                      and s.status = 'queued'
-                     and s.run_at <= p_now)
+                     and s.run_at <= p_now
+                     and (s.run_at, s.id) >= (l.mark_at, l.mark_id))
                 else (
                   select count(*)
                     from pgsched.scheduled_tasks as s
                    where s.queue = p_queue
                      and s.priority = p_priority
                      and s.status = 'queued'
-                     and (s.run_at, s.id) <= (p_run_at, p_id))
+                     and (s.run_at, s.id) <= (p_run_at, p_id)
+                     and (s.run_at, s.id) >= (l.mark_at, l.mark_id))
            end)::bigint
-    from generate_series(0, p_priority) as p (level)
+    from (select p.level::smallint as level,
+                 case when m.run_at[p.level + 1] <= p_now
+                      then m.run_at[p.level + 1]
+                      else '-infinity'
+                 end as mark_at,
+                 coalesce(m.id[p.level + 1], 0) as mark_id
+            from generate_series(0, p_priority) as p (level)
+            left join (
+                 select r.run_at, r.id
+                   from pgsched.claim_marks as r
+                  where r.queue = p_queue
+                  order by r.xid desc
+                  limit 1) as m
+              on true
+          offset 0) as l
 $$;
 
 comment on function pgsched._due_up_to is

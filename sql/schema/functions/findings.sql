@@ -47,7 +47,8 @@ as $$
            'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
            'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',
            'finished_tasks_pkey', 'finished_tasks_finished_at_idx', 'workers_pkey',
-           'workers_name_key', 'listeners_pkey', 'listeners_worker_id_idx']) as n (name)
+           'workers_name_key', 'listeners_pkey', 'listeners_worker_id_idx', 'claim_marks_pkey',
+           'claim_readings_pkey']) as n (name)
    where to_regclass('pgsched.' || n.name) is null
    union all
   select 'objects', 'error', format('Index %s is not valid.', c.relname),
@@ -105,7 +106,7 @@ as $$
      and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
    union all
   select 'vacuum', 'warning',
-         format('scheduled_tasks has %s dead rows, which claims read past; autovacuum %s.',
+         format('scheduled_tasks has %s dead rows, which take room and time; autovacuum %s.',
                 s.n_dead_tup,
                 coalesce('came ' || pgsched._spelled(clock_timestamp() - s.last_autovacuum)
                          || ' ago', 'has not come yet')),

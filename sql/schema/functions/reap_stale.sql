@@ -26,6 +26,7 @@ begin
     perform pgsched._raise_read_only();
   end if;
 
+  perform pgsched._move_claim_marks(false);
   v_gone := pgsched._gone_workers(v_now);
   v_ids := array(
     select s.id
@@ -75,8 +76,9 @@ comment on function pgsched.reap_stale is
   'Takes tasks from their holders whose lease ended, or that are gone: whose presence nobody held, '
   'as found twice, 5 seconds or more apart. At most p_limit (1 to 1000) a call; says what became '
   'of each: queued (due at once), failed (attempts used up), cancelled (a cancel was requested). '
-  'Passes by what another session is acting on; safe from any number of callers; writes nothing '
-  'while all leases run and all workers are there. Raises TS400.';
+  'Moves the marks that claims begin at, too. Passes by what another session is acting on; safe '
+  'from any number of callers; writes nothing while all leases run, all workers are there and '
+  'little is claimed. Raises TS400.';
 
 revoke all on function pgsched.reap_stale from public;
 
