@@ -858,10 +858,11 @@ begin
            e.unique_key, e.concurrency_key, e.cancel_requested_at, e.last_error, e.created_at,
            clock_timestamp(), e.result
       from ended as e
-     where (
-           select date_part('epoch', q.keep_completed)
+     where e.queue <> all (array(
+           select q.name
              from pgsched.queues as q
-            where q.name = e.queue) is distinct from 0)
+            where q.name in (select n.queue from ended as n)
+              and date_part('epoch', q.keep_completed) = 0)))
   select array(select e.position from ended as e) into v_ended;
 
   if cardinality(v_ended) = cardinality(p_ids) then
