@@ -123,8 +123,8 @@ class Executor:
     def start(self, claims: Sequence[Claim]) -> None:
         """Run the handlers of claims, whose types have one, now or when it is their turn."""
         with self._lock:
-            begin = {claim: None for claim in claims if self._enter(claim)}
-            self.waiting.update((claim, None) for claim in claims if claim not in begin)
+            begin = dict.fromkeys(filter(self._enter, claims))
+            self.waiting.update(dict.fromkeys(each for each in claims if each not in begin))
         for claim in begin:
             self._launch(claim)
 

@@ -98,14 +98,13 @@ class Metrics:
         metric = cache(partial(kind, f"pgsched_{name}", text, labels, **options))
         does = {Histogram: "observe", Counter: "inc", Gauge: "set_function"}[kind]
 
-        children: dict[tuple[str, ...], Record] = {}
+        @cache
+        def child(*values: str) -> Any:
+            return getattr(metric().labels(*values) if values else metric(), does)
 
         def record(amount: Any, *values: str) -> None:
             try:
-                if values not in children:
-                    child = metric().labels(*values) if values else metric()
-                    children[values] = getattr(child, does)
-                children[values](amount)
+                child(*values)(amount)
             except Exception as error:
                 self._tell_once("not counted: metric=%s error=%r", name, error_text(error))
 

@@ -188,8 +188,6 @@ def migrate(
             except errors.InsufficientPrivilege as error:
                 rule = "run as the owner of schema pgsched, which has to own all in it"
                 raise NotAllowed(f"{error.diag.message_primary}: {rule}") from error
-            except AssertionError as error:
-                raise MigrationError("yoyo's tables are newer: upgrade yoyo-migrations") from error
             except (_OtherInstaller, *_MEANWHILE) as error:
                 other, pause = isinstance(error, _OtherInstaller), uniform(0.2, 0.6)
                 patience = INSTALLER_PATIENCE if other else lock_timeout
@@ -275,7 +273,10 @@ class _Backend(PostgresqlPsycopgBackend):  # type: ignore[misc]
             execute("set local search_path to pgsched, pg_temp")
             if self.version_table in tables:
                 execute(_VERSION)
-            upgrade(self)
+            try:
+                upgrade(self)
+            except AssertionError as error:  # that yoyo knows their version
+                raise MigrationError("yoyo's tables are newer: upgrade yoyo-migrations") from error
             execute(_PRIVATE)
             unmarked, pending = self.compare(package, last)
             for migration in unmarked:

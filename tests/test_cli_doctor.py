@@ -133,7 +133,8 @@ def test_dead_rows_are_found(conn: psycopg.Connection) -> None:
     [_, (level, text)] = found(conn, "vacuum")
     assert level == "warning"
     assert text == (
-        "scheduled_tasks has 50001 dead rows, which take room and time; autovacuum has not come yet."
+        "scheduled_tasks has 50001 dead rows, which take room and time; "
+        "autovacuum has not come yet."
     )
     conn.execute("vacuum pgsched.scheduled_tasks")
     wait_until(lambda: len(found(conn, "vacuum")) == 1)

@@ -252,18 +252,19 @@ def test_the_task_is_free_at_once_when_the_connection_dies(
     dsn: str, conn: psycopg.Connection
 ) -> None:
     worker = quick(dsn)
-    gate = Event()
+    written_once, gate = Event(), Event()
 
     @worker.task("write")
     def handler(task: Task, conn: Connection) -> None:
         write(task, conn)
         if task.attempt == 1:
+            written_once.set()
             gate.wait(PATIENCE)
 
     task_id = enqueue(conn, "write")
     free = "select pg_try_advisory_xact_lock(1337, %s)"
     with running(worker):
-        wait_until(lambda: transactional_sessions(conn))
+        assert written_once.wait(PATIENCE)
         assert conn.execute(free, [task_id]).fetchone() == (False,)
         [session] = transactional_sessions(conn)
         conn.execute("select pg_terminate_backend(%s, 5000)", [session])

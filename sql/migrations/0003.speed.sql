@@ -13,7 +13,7 @@ create table pgsched.claim_marks (
 
 comment on table pgsched.claim_marks is
   'Where claim_task begins to read: of each queue the row with the highest xid. A hint, which '
-  'reap_stale moves; may be emptied at any time.';
+  'reap_stale, maintain and complete_tasks move; may be emptied at any time.';
 comment on column pgsched.claim_marks.run_at is
   'Of each priority, 0 to 9: no task of it is queued, or can become so, that is due before.';
 comment on column pgsched.claim_marks.id is
@@ -331,7 +331,7 @@ begin
     v_last.read_at := null;
   end if;
   if v_proves or v_sweeps then
-    for v_queue in select q.queue from pgsched._queues_with_marks() as q loop
+    for v_queue in select q.queue from pgsched._used_queues() as q loop
       v_moved := v_moved + pgsched._move_claim_mark(v_queue, v_last.proven_at, v_sweeps, v_xid);
     end loop;
   end if;
@@ -361,7 +361,6 @@ create or replace function pgsched._move_claim_mark(
     p_queue text, p_proven_at timestamptz, p_sweeps boolean, p_xid xid8)
   returns bigint
   language plpgsql
-  set enable_seqscan = off
 as $$
 declare
   v_old pgsched.claim_marks;
@@ -417,7 +416,7 @@ revoke all on function pgsched._move_claim_mark from public;
 
 -- A task leaves a trace: its queue has a finished task, or a setting by which it keeps none. Found
 -- backwards, since what is deleted first, and has to be passed by, is the oldest.
-create or replace function pgsched._queues_with_marks()
+create or replace function pgsched._used_queues()
   returns table (queue text)
   language sql
   stable
@@ -443,10 +442,10 @@ as $$
   select m.queue from pgsched.claim_marks as m
 $$;
 
-comment on function pgsched._queues_with_marks is
+comment on function pgsched._used_queues is
   'The queues that tasks have gone through.';
 
-revoke all on function pgsched._queues_with_marks from public;
+revoke all on function pgsched._used_queues from public;
 
 create or replace function pgsched.enqueue_task(
     p_task_type text,
@@ -720,6 +719,7 @@ as $$
                      and (s.run_at, s.id) <= (p_run_at, p_id)
                      and (s.run_at, s.id) >= (l.mark_at, l.mark_id))
            end)::bigint
+    -- From the same marks as claim_task.
     from (select p.level::smallint as level,
                  case when m.run_at[p.level + 1] <= p_now
                       then m.run_at[p.level + 1]
@@ -825,7 +825,8 @@ declare
   -- Positions in p_ids.
   v_ended bigint[];
 begin
-  -- At full speed too much lies dead before the next claims until the next reap_stale.
+  -- Between two calls of reap_stale more may die than claims should read past. An isolation level
+  -- above could make a completion fail for it.
   if random() < 1.0 / 16 and current_setting('transaction_isolation') = 'read committed' then
     perform pgsched._move_claim_marks(true);
   end if;
@@ -1187,7 +1188,7 @@ create or replace function pgsched._find_damage()
   stable
 as $$
   select 'objects', 'error', format('Index %s is missing.', n.name),
-         'Create it again, as what pgsched sql prints has it: without it calls are slow or wrong.'
+         'Create it again, with its statement from pgsched sql: without it calls are slow or wrong.'
     from unnest(array[
            'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
            'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',

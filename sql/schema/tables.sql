@@ -215,7 +215,7 @@ create table pgsched.claim_marks (
 
 comment on table pgsched.claim_marks is
   'Where claim_task begins to read: of each queue the row with the highest xid. A hint, which '
-  'reap_stale moves; may be emptied at any time.';
+  'reap_stale, maintain and complete_tasks move; may be emptied at any time.';
 comment on column pgsched.claim_marks.run_at is
   'Of each priority, 0 to 9: no task of it is queued, or can become so, that is due before.';
 comment on column pgsched.claim_marks.id is

@@ -67,7 +67,7 @@ begin
     v_last.read_at := null;
   end if;
   if v_proves or v_sweeps then
-    for v_queue in select q.queue from pgsched._queues_with_marks() as q loop
+    for v_queue in select q.queue from pgsched._used_queues() as q loop
       v_moved := v_moved + pgsched._move_claim_mark(v_queue, v_last.proven_at, v_sweeps, v_xid);
     end loop;
   end if;
@@ -97,7 +97,6 @@ create function pgsched._move_claim_mark(
     p_queue text, p_proven_at timestamptz, p_sweeps boolean, p_xid xid8)
   returns bigint
   language plpgsql
-  set enable_seqscan = off
 as $$
 declare
   v_old pgsched.claim_marks;
@@ -153,7 +152,7 @@ revoke all on function pgsched._move_claim_mark from public;
 
 -- A task leaves a trace: its queue has a finished task, or a setting by which it keeps none. Found
 -- backwards, since what is deleted first, and has to be passed by, is the oldest.
-create function pgsched._queues_with_marks()
+create function pgsched._used_queues()
   returns table (queue text)
   language sql
   stable
@@ -179,7 +178,7 @@ as $$
   select m.queue from pgsched.claim_marks as m
 $$;
 
-comment on function pgsched._queues_with_marks is
+comment on function pgsched._used_queues is
   'The queues that tasks have gone through.';
 
-revoke all on function pgsched._queues_with_marks from public;
+revoke all on function pgsched._used_queues from public;

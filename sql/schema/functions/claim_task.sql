@@ -157,6 +157,7 @@ as $$
                      and (s.run_at, s.id) <= (p_run_at, p_id)
                      and (s.run_at, s.id) >= (l.mark_at, l.mark_id))
            end)::bigint
+    -- From the same marks as claim_task.
     from (select p.level::smallint as level,
                  case when m.run_at[p.level + 1] <= p_now
                       then m.run_at[p.level + 1]

@@ -18,7 +18,8 @@ declare
   -- Positions in p_ids.
   v_ended bigint[];
 begin
-  -- At full speed too much lies dead before the next claims until the next reap_stale.
+  -- Between two calls of reap_stale more may die than claims should read past. An isolation level
+  -- above could make a completion fail for it.
   if random() < 1.0 / 16 and current_setting('transaction_isolation') = 'read committed' then
     perform pgsched._move_claim_marks(true);
   end if;

@@ -42,7 +42,7 @@ create function pgsched._find_damage()
   stable
 as $$
   select 'objects', 'error', format('Index %s is missing.', n.name),
-         'Create it again, as what pgsched sql prints has it: without it calls are slow or wrong.'
+         'Create it again, with its statement from pgsched sql: without it calls are slow or wrong.'
     from unnest(array[
            'queues_pkey', 'scheduled_tasks_pkey', 'scheduled_tasks_claim_idx',
            'scheduled_tasks_processing_idx', 'scheduled_tasks_unique_key_idx',
