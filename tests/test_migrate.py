@@ -293,9 +293,8 @@ def test_a_superuser_runs_nothing_in_a_plain_roles_schema(
     for call in calls:
         with pytest.raises(NotAllowed, match="run as its owner, installer, whose code"):
             call()
-    assert (
-        empty.execute("select from pg_roles where rolsuper and rolname = 'installer'").rowcount == 0
-    )
+    superuser_now = "select rolsuper from pg_roles where rolname = 'installer'"
+    assert empty.execute(superuser_now).fetchone() == (False,)
 
 
 def test_no_right_to_create_the_schema_says_what_to_grant(
@@ -309,8 +308,7 @@ def test_no_right_to_create_the_schema_says_what_to_grant(
 
 def test_no_right_on_the_schema_says_to_run_as_its_owner(server: Server, installer: str) -> None:
     migrate(installer)
-    message = "role stranger may not change schema pgsched in database empty: run as its owner, in"
-    with pytest.raises(NotAllowed, match=message):
+    with pytest.raises(NotAllowed, match="run as its owner, installer"):
         migrate(server.dsn("empty", user="stranger"))
 
 
