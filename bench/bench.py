@@ -8,23 +8,19 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
 import click
-from measuring import Bar, Figures, Gate, Row, Sample, Server
+from measuring import BUSY, Bar, Figures, Gate, Row, Sample, Server, number
 
 from pgsched.embedded import EmbeddedError
 
 ORDER = ("sql", "drain", "latency", "herd", "pinned", "backlogs", "cost")
 PATIENCE = {False: 20.0, True: 600.0}
 """Seconds that samples wait for a quiet machine, together."""
-
-
-def number(value: float) -> str:
-    """Three significant digits, or all before the point."""
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:,.{digits}f}"
 
 
 def shown(figures: Figures) -> str:
@@ -77,11 +73,11 @@ def print_bars(bars: list[Bar]) -> None:
     )
 
 
-def measure(scenes: list[str], full: bool, out: Path | None) -> None:
+def measure(scenes: Sequence[str], full: bool, out: Path | None) -> None:
     """Run the scenes, print what they say, and write every sample to `out`."""
     start = time.monotonic()
     gate = Gate(PATIENCE[full])
-    rows: list[Row] = []
+    rows: dict[str, list[Row]] = {}
     bars: list[Bar] = []
     with Server(gate) as server:
         for name in scenes:
@@ -89,67 +85,45 @@ def measure(scenes: list[str], full: bool, out: Path | None) -> None:
             assert module.__doc__
             click.echo(f"## {name}\n\n{module.__doc__.strip()}\n")
             began = time.monotonic()
-            found = module.run(server, full)
+            rows[name] = module.run(server, full)
             server.forget_templates()
-            print_rows(found)
+            print_rows(rows[name])
             click.echo(f"({time.monotonic() - began:.0f} s)\n")
-            rows += found
-            bars += module.bars(found) if hasattr(module, "bars") else []
+            bars += module.bars(rows[name])
             if out:
                 write(out, rows, bars, full)
-    if bars:
-        print_bars(bars)
+    print_bars(bars)
     busy = sorted(gate.busy) or [0.0]
+    noisy = sum(share > BUSY for share in gate.busy)
     click.echo(
-        f"{os.cpu_count()} CPUs. {gate.noisy} of {gate.samples} samples began while others used"
+        f"{os.cpu_count()} CPUs. {noisy} of {len(gate.busy)} samples began while others used"
         f" much of them, at most {busy[-1]:.0%}, in the median {busy[len(busy) // 2]:.0%}."
         f" {time.monotonic() - start:.0f} s."
     )
 
 
-def write(out: Path, rows: list[Row], bars: list[Bar], full: bool) -> None:
+def write(out: Path, rows: Mapping[str, list[Row]], bars: list[Bar], full: bool) -> None:
     """All that was measured so far."""
     document = {
         "full": full,
         "cpus": os.cpu_count(),
-        "rows": [
-            {
-                "scene": row.scene,
-                "name": row.name,
-                "unit": row.unit,
-                "samples": [s._asdict() if isinstance(s, Sample) else s for s in row.samples],
-            }
-            for row in rows
-        ],
-        "bars": [
-            {
-                "what": bar.what,
-                "measured": bar.measured._asdict(),
-                "limit": bar.limit,
-                "at_least": bar.at_least,
-                "unit": bar.unit,
-                "met": bar.met,
-            }
-            for bar in bars
-        ],
+        "rows": [{"scene": scene, **asdict(row)} for scene in rows for row in rows[scene]],
+        "bars": [{**asdict(bar), "met": bar.met} for bar in bars],
     }
     out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--full", is_flag=True, help="All sizes and rounds: an hour or two.")
-@click.option("--scenes", help=f"Some of: {','.join(ORDER)}. Default: all.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file for every sample.")
-@click.option("--pg-bin", help="Folder of PostgreSQL's programs, pgbench included.")
-def main(full: bool, scenes: str | None, out: Path | None, pg_bin: str | None) -> None:
-    """Measure pgsched beside yardsticks and peers, on a PostgreSQL of its own."""
-    if pg_bin:
-        os.environ["PGSCHED_PG_BIN"] = pg_bin
-    chosen = scenes.split(",") if scenes else list(ORDER)
-    if unknown := set(chosen) - set(ORDER):
-        raise click.BadParameter(f"no such scene: {', '.join(sorted(unknown))}")
+@click.argument("scenes", nargs=-1, type=click.Choice(ORDER))
+def main(full: bool, out: Path | None, scenes: tuple[str, ...]) -> None:
+    """Measure pgsched beside yardsticks and peers, on a PostgreSQL of its own.
+
+    SCENES: those alone; otherwise all.
+    """
     try:
-        measure(chosen, full, out)
+        measure(scenes or ORDER, full, out)
     except EmbeddedError as error:
         raise click.ClickException(str(error)) from error
 

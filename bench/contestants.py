@@ -8,15 +8,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from subprocess import PIPE, Popen
 from urllib.parse import urlencode
 
+import psycopg
 from designs import DESIGNS
-from measuring import execute
+from measuring import Server, execute
 from psycopg.conninfo import conninfo_to_dict
 
 from pgsched.migrate import migrate
@@ -24,7 +25,7 @@ from pgsched.migrate import migrate
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv" / "peers"
 PATIENCE = 60.0
-"""Seconds that a worker may take to start, or to work off everything."""
+"""Seconds that a worker may take to start, and adding tasks."""
 
 
 class LeftOut(Exception):
@@ -62,7 +63,7 @@ def ours(design: str, *, tell: bool = False) -> Contestant:
 def loop(name: str, design: str, batch: int, *, tell: bool = False) -> Contestant:
     """A bare loop over the yardstick B or D."""
     options = [design, str(batch), *(["--tell"] if tell else [])]
-    return _designed(name, design, 60_000, python("loop_worker.py"), options)
+    return _designed(name, design, 150_000, python("loop_worker.py"), options)
 
 
 def _designed(
@@ -131,7 +132,7 @@ KNOWN = (
 )
 
 
-def versions(folder: Path = PEERS) -> dict[str, str]:
+def versions(folder: Path) -> dict[str, str]:
     """The versions of the peers' packages that are installed there."""
     site = [str(path) for path in folder.glob("python/lib/python3*/site-packages")]
     found = {each.name.lower(): each.version for each in distributions(path=site)}
@@ -185,6 +186,15 @@ def _environment(folder: Path = PEERS) -> dict[str, str]:
 # Worker processes
 
 
+def filled(server: Server, contestant: Contestant) -> AbstractContextManager[str]:
+    """The URL of a fresh database with its tasks; LeftOut when they cannot be added."""
+
+    def fill(dsn: str) -> None:
+        contestant.fill(dsn, contestant.tasks)
+
+    return server.copy(server.template(contestant, fill))
+
+
 @contextmanager
 def ready(contestant: Contestant, dsn: str, processes: int) -> Iterator[list[Popen[bytes]]]:
     """So many workers, which wait for their start, and are killed in the end."""
@@ -229,3 +239,29 @@ def go(workers: Sequence[Popen[bytes]]) -> float:
         with suppress(BrokenPipeError):  # it has ended, as will be noticed
             worker.stdin.write(b"\n")
     return time.monotonic()
+
+
+def remaining(
+    conn: psycopg.Connection,
+    contestant: Contestant,
+    workers: Sequence[Popen[bytes]],
+    seconds: float,
+) -> Iterator[int]:
+    """How many tasks are left, time and again: until none is, or those seconds are over.
+
+    Raises LeftOut when a worker ends before, or nothing is done by then.
+    """
+    begin = time.monotonic()
+    left, over = contestant.tasks, False
+    while left and not over:
+        [(counted,)] = conn.execute(contestant.left.encode())
+        left = int(counted)
+        done = contestant.tasks - left
+        passed = time.monotonic() - begin
+        over = passed > seconds
+        ended = any(worker.poll() is not None for worker in workers)
+        if left and (ended or (over and not done)):
+            raise LeftOut(f"{left} of {contestant.tasks} tasks are left after {passed:.0f} s")
+        yield left
+        # Seldom while much is left: counting costs the server something, too.
+        time.sleep(min(max(passed * left / max(1, done) / 2, 0.005), 0.5 if done else 0.1))

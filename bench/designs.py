@@ -1,7 +1,6 @@
-"""pgsched in its two settings and the yardsticks, as scripts for pgbench.
+"""pgsched in its two settings and the yardsticks B, D and N, as scripts for pgbench.
 
-B: plain SKIP LOCKED, two statements, finished rows updated. D: the floor, one DELETE … RETURNING
-of the same rows. N: the naive SELECT … FOR UPDATE, where sessions queue up for the same row.
+What they are compared for is told in docs/performance.md.
 """
 
 from collections.abc import Callable
@@ -42,13 +41,13 @@ class Design:
         return self.claim(limit) + self.finish(limit)
 
 
-def _pgsched_claim(limit: int) -> str:
+def _pgsched_claim(limit: int, queue: str = "'default'") -> str:
     if limit == 1:
-        return "select id, claim_token as token from pgsched.claim_task('bench') \\gset\n"
+        return f"select id, claim_token as token from pgsched.claim_task('bench', {queue}) \\gset\n"
     return (
         "select coalesce(array_agg(id), '{}') as ids,"
         " coalesce(array_agg(claim_token), '{}') as tokens"
-        f" from pgsched.claim_task('bench', p_limit => {limit}) \\gset\n"
+        f" from pgsched.claim_task('bench', {queue}, p_limit => {limit}) \\gset\n"
     )
 
 
@@ -68,16 +67,27 @@ def _pgsched_finish(limit: int) -> str:
     )
 
 
+def pgsched_pair(limit: int, queue: str) -> str:
+    """The script of pgsched for tasks of a queue, an SQL expression."""
+    return _pgsched_claim(limit, queue) + _pgsched_finish(limit)
+
+
+def _unlocked(limit: int) -> str:
+    return (
+        "(select id from plain_tasks where status = 'queued' order by id"
+        f" limit {limit} for update skip locked)"
+    )
+
+
 def _plain_claim(limit: int) -> str:
+    which = f"= {_unlocked(limit)}" if limit == 1 else f"= any (array{_unlocked(limit)})"
     update = (
-        "update plain_tasks set status = 'claimed', claimed_at = now() where id {which}"
-        " (select id from plain_tasks where status = 'queued' order by id"
-        f" limit {limit} for update skip locked) returning id"
+        "update plain_tasks set status = 'claimed', claimed_at = now()"
+        f" where id {which} returning id"
     )
     if limit == 1:
-        return update.format(which="=") + " \\gset\n"
-    array = update.format(which="= any (array").replace(") returning", ")) returning")
-    return f"with c as ({array}) select coalesce(array_agg(id), '{{}}') as ids from c \\gset\n"
+        return f"{update} \\gset\n"
+    return f"with c as ({update}) select coalesce(array_agg(id), '{{}}') as ids from c \\gset\n"
 
 
 def _plain_finish(limit: int) -> str:
@@ -104,11 +114,7 @@ def _naive_finish(_: int) -> str:
 
 
 def _deletion(limit: int) -> str:
-    return (
-        "delete from plain_tasks where id = any (array(select id from plain_tasks"
-        f" where status = 'queued' order by id limit {limit} for update skip locked))"
-        " returning id;\n"
-    )
+    return f"delete from plain_tasks where id = any (array{_unlocked(limit)}) returning id;\n"
 
 
 _PLAIN = (

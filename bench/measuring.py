@@ -1,18 +1,18 @@
 """What every scene measures with: a server, CPU by process tree, samples, rounds, ratios, bars.
 
-A scene is a module `scene_NAME.py` with `run(server, full) -> list[Row]` and, if it has any,
+A scene is a module `scene_NAME.py` with `run(server, full) -> list[Row]` and
 `bars(rows) -> list[Bar]`.
 """
 
 import math
 import os
-import resource
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeVar
@@ -40,7 +40,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PATIENCE = 3600.0  # seconds that a pgbench may take
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sample:
     """One timed piece of work; CPU in microseconds a task."""
 
     tasks: int
@@ -54,7 +55,8 @@ class Sample(NamedTuple):
         return self.tasks / self.seconds
 
 
-class Figures(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Figures:
     """A number that was measured once a round."""
 
     median: float
@@ -71,7 +73,6 @@ class Figures(NamedTuple):
 class Row:
     """A line of a scene's table: samples, or numbers in a unit, one for each round."""
 
-    scene: str
     name: str
     samples: Sequence[Sample] | Sequence[float]
     unit: str = "tasks/s"
@@ -116,18 +117,21 @@ def row_of(rows: Sequence[Row], name: str) -> Row:
 def interleaved(
     variants: Mapping[str, Callable[[], T]], repeat: int, patience: float = math.inf
 ) -> dict[str, list[T]]:
-    """Measure the variants in turn, A B C A B C, so that a round has all of them.
-
-    No round but the first begins that would end, as it seems, after more seconds than `patience`.
-    """
+    """Measure the variants in turn, A B C A B C, so that a round has all of them."""
     results: dict[str, list[T]] = {name: [] for name in variants}
-    begin = time.monotonic()
-    for done in range(repeat):
-        if done and (time.monotonic() - begin) * (done + 1) / done > patience:
-            break
+    for _ in rounds(repeat, patience):
         for name, measure in variants.items():
             results[name].append(measure())
     return results
+
+
+def rounds(repeat: int, patience: float) -> Iterator[int]:
+    """The numbers of the rounds; none but the first begins after so many seconds."""
+    begin = time.monotonic()
+    for number in range(repeat):
+        if number and time.monotonic() - begin > patience:
+            return
+        yield number
 
 
 def cpu_seconds(pid: int) -> float:
@@ -148,11 +152,9 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass(slots=True)
 class Gate:
-    """Waits for a quiet machine, in all not longer than its patience; counts when it was not."""
+    """Waits for a quiet machine, in all not longer than its patience; notes how busy it was."""
 
-    patience: float = 30.0
-    samples: int = 0
-    noisy: int = 0
+    patience: float
     busy: list[float] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -161,8 +163,6 @@ class Gate:
         while (busy := _busy()) > BUSY and time.monotonic() - start < self.patience:
             pass
         self.patience = max(0.0, self.patience - (time.monotonic() - start - 0.1))
-        self.samples += 1
-        self.noisy += busy > BUSY
         self.busy.append(busy)
 
 
@@ -184,73 +184,95 @@ class TooFewTasksError(Exception):
 
 
 class PgbenchRun(NamedTuple):
-    """What pgbench did; `latencies`: of whole scripts, in ms, ascending."""
+    """What pgbench did; `latencies`: of all transactions' scripts, in ms, ascending."""
 
-    transactions: int
     seconds: float
     latencies: list[float]
+
+
+class Load(NamedTuple):
+    """What pgbench does in `sessions` over and over: a script for so many tasks."""
+
+    script: str
+    tasks: int
+    sessions: int
+    seconds: float
+    options: Sequence[str] = ()
 
 
 class Server(embedded.Server):
     """A private server with the settings of all scenes; `gate` is asked before each sample."""
 
-    def __init__(self, gate: Gate | None = None) -> None:
+    def __init__(self, gate: Gate) -> None:
         super().__init__(settings=SETTINGS)
-        self.gate = gate or Gate()
+        self.gate = gate
         self._plenty = 1
-        self._databases = 0
-        self._templates: dict[str, str] = {}
+        self._numbers = count(1)
+        self._templates: dict[Hashable, str] = {}
 
     @property
     def pid(self) -> int:
         """Of the postmaster."""
         return self._process.pid
 
-    def database(self, *statements: str, pgsched: bool = True) -> str:
-        """Return the URL of a fresh database, with pgsched, after these statements.
+    @contextmanager
+    def filled(self, *statements: str, pgsched: bool = True) -> Iterator[str]:
+        """The URL of a fresh database, with pgsched, after these statements; dropped in the end."""
 
-        What was made before by the same statements is copied. It is vacuumed, analyzed, in shared
-        buffers, and followed by a checkpoint.
-        """
-        key = repr((pgsched, statements))
-        if key not in self._templates:
-            name = f"template_{len(self._templates)}"
-            dsn = self.create_database(name)
+        def fill(dsn: str) -> None:
             if pgsched:
                 migrate(dsn)
-            execute(dsn, *statements, "vacuum analyze")
+            execute(dsn, *statements)
+
+        with self.copy(self.template((pgsched, statements), fill)) as dsn:
+            yield dsn
+
+    def template(self, key: Hashable, fill: Callable[[str], None]) -> str:
+        """The name of a database that was filled, once for all with this key, and vacuumed."""
+        if key not in self._templates:
+            name = f"template_{next(self._numbers)}"
+            dsn = self.create_database(name)
+            try:
+                fill(dsn)
+                execute(dsn, "vacuum (freeze, analyze)")
+            except BaseException:
+                self._drop(name)
+                raise
             self._templates[key] = name
-        self._databases += 1
-        name = f"bench_{self._databases}"
-        copy = SQL("create database {} template {} strategy file_copy")
+        return self._templates[key]
+
+    @contextmanager
+    def copy(self, template: str) -> Iterator[str]:
+        """The URL of a copy, in shared buffers, with a checkpoint behind it; dropped in the end."""
+        name = f"bench_{next(self._numbers)}"
+        statement = "create database {} template {} strategy file_copy"
         with psycopg.connect(self.dsn(), autocommit=True) as conn:
             if conn.info.server_version < 150000:
-                copy = SQL("create database {} template {}")
-            conn.execute(copy.format(Identifier(name), Identifier(self._templates[key])))
-        self.settle(self.dsn(name))
-        return self.dsn(name)
+                statement = "create database {} template {}"
+            conn.execute(SQL(statement).format(Identifier(name), Identifier(template)))
+        try:
+            self._settle(self.dsn(name))
+            yield self.dsn(name)
+        finally:
+            self._drop(name)
 
-    def settle(self, dsn: str) -> None:
-        """Bring its tables into shared buffers, and what is dirty onto the disk."""
+    def _settle(self, dsn: str) -> None:
         with psycopg.connect(dsn, autocommit=True) as conn:
             conn.execute("set enable_indexonlyscan = off")
-            tables = conn.execute(
-                "select schemaname, relname from pg_stat_user_tables where schemaname <> 'yoyo'"
-            ).fetchall()
+            tables = conn.execute("select schemaname, relname from pg_stat_user_tables").fetchall()
             for table in tables:
                 conn.execute(SQL("select count(*) from {}").format(Identifier(*table)))
             conn.execute("checkpoint")
 
-    def drop(self, dsn: str) -> None:
-        """Drop a database that database() returned."""
-        statement = SQL("drop database {} with (force)").format(Identifier(name_of(dsn)))
+    def _drop(self, name: str) -> None:
+        statement = SQL("drop database {} with (force)").format(Identifier(name))
         with psycopg.connect(self.dsn(), autocommit=True) as conn:
             conn.execute(statement)
 
     def forget_templates(self) -> None:
         """Drop what copies were made from: a scene's is of no use to the next one."""
         for name in self._templates.values():
-            self.drop(self.dsn(name))
+            self._drop(name)
         self._templates.clear()
 
     def with_enough(self, measure: Callable[[int], T]) -> T:
@@ -261,20 +283,29 @@ class Server(embedded.Server):
             except TooFewTasksError:
                 self._plenty *= 2
 
-    def sample(self, work: Callable[[], float], count: Callable[[], int]) -> Sample:
-        """Do the work, which returns its seconds, and count the tasks that it has done.
+    def plenty(
+        self,
+        prepare: Callable[[int], Sequence[str]],
+        left: str,
+        load: Load,
+        *,
+        pgsched: bool = True,
+        through: Callable[[str], str] = str,
+    ) -> Sample:
+        """Sample a load on a fresh database that has more tasks than will be done.
 
-        The client's CPU is that of processes that the work started and waited for.
+        `prepare`: its statements, by the factor for the number of tasks. `left`: counts the tasks
+        that are not done. `through`: the URL by which the load gets there.
         """
-        self.gate.wait()
-        server, client = cpu_seconds(self.pid), _children_cpu()
-        seconds = work()
-        client = _children_cpu() - client
-        time.sleep(0.1)  # backends that end now are still to be waited for
-        server = cpu_seconds(self.pid) - server
-        tasks = count()
-        assert tasks > 0, "nothing was done"
-        return Sample(tasks, seconds, server / tasks * 1e6, client / tasks * 1e6)
+
+        def measure(plenty: int) -> Sample:
+            with self.filled(*prepare(plenty), pgsched=pgsched) as dsn:
+                sample = self.steady(through(dsn), load)
+                if int(ask(dsn, left)) <= load.tasks * load.sessions:
+                    raise TooFewTasksError
+            return sample
+
+        return self.with_enough(measure)
 
     def pgbench(
         self,
@@ -295,32 +326,23 @@ class Server(embedded.Server):
             logged = process.finish()
         begin = min(end - took / 1000 for end, took in logged)
         end = max(end for end, _ in logged)
-        return PgbenchRun(len(logged), end - begin, sorted(took for _, took in logged))
+        return PgbenchRun(end - begin, sorted(took for _, took in logged))
 
-    def steady(
-        self,
-        dsn: str,
-        script: str,
-        *,
-        tasks: int,
-        sessions: int,
-        seconds: float,
-        options: Sequence[str] = (),
-    ) -> Sample:
-        """Run a script that does so many tasks, and sample it when it has run for a second.
+    def steady(self, dsn: str, load: Load) -> Sample:
+        """Sample a load when it has run for a second.
 
         By then all sessions are connected and have their plans, which a worker makes once a day.
         """
         self.gate.wait()
-        limit = [f"-T{math.ceil(seconds + 1.1)}", "-P1"]
-        with self._pgbench(dsn, script, sessions, [*limit, *options]) as process:
+        limit = [f"-T{math.ceil(load.seconds + 1.1)}", "-P1"]
+        with self._pgbench(dsn, load.script, load.sessions, [*limit, *load.options]) as process:
             process.wait_for_progress()
             begin, server, client = time.time(), cpu_seconds(self.pid), cpu_seconds(process.pid)
-            time.sleep(seconds)
+            time.sleep(load.seconds)
             server, client = cpu_seconds(self.pid) - server, cpu_seconds(process.pid) - client
             finish = time.time()
             logged = process.finish()
-        done = tasks * sum(begin <= end < finish for end, _ in logged)
+        done = load.tasks * sum(begin <= end < finish for end, _ in logged)
         assert done, "nothing was done"
         return Sample(done, finish - begin, server / done * 1e6, client / done * 1e6)
 
@@ -381,11 +403,6 @@ class _Pgbench:
         self._process.communicate()
 
 
-def _children_cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def name_of(dsn: str) -> str:
     """The database that a URL names."""
     return str(psycopg.conninfo.conninfo_to_dict(dsn)["dbname"])
@@ -406,6 +423,7 @@ def ask(dsn: str, query: str) -> Any:
     return row[0]
 
 
-def quantile(ascending: Sequence[float], part: float) -> float:
-    """By nearest rank."""
-    return ascending[max(0, math.ceil(part * len(ascending)) - 1)]
+def number(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"

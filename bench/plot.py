@@ -1,4 +1,4 @@
-"""Draw scenes of a run: `python bench/plot.py FILE.json`, which `speed.py --out FILE.json` wrote.
+"""Draw scenes of a run: `python bench/plot.py FILE.json`, which `bench.py --out FILE.json` wrote.
 
 Writes docs/performance/SCENE.svg: a bar is the median of a row, the thin line goes from the least
 to the greatest. Each says the commands that made it.
@@ -12,6 +12,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import click
+from measuring import number
 
 DOCS = Path(__file__).parent.parent / "docs" / "performance"
 CHARTS = {
@@ -25,7 +26,6 @@ WIDTH, LABELS, VALUES, LINE = 760, 290, 90, 22
 STYLE = """
 text { font: 13px sans-serif; fill: #1f2328; }
 .title { font-weight: bold; }
-.value { text-anchor: start; }
 .label { text-anchor: end; }
 .small { font-size: 11px; fill: #59636e; }
 .paper { fill: #ffffff; }
@@ -68,14 +68,9 @@ def panel(title: str, rows: list[Document], top: int) -> list[str]:
             f'<rect class="{kind}" x="{LABELS}" y="{y + 3}" width="{middle * unit:.1f}"'
             f' height="{LINE - 6}"/>',
             f'<path class="range" d="M{low:.1f} {y + LINE / 2}H{high:.1f}"/>',
-            f'<text class="value" x="{high + 6:.1f}" y="{y + 15}">{shown(middle)}</text>',
+            f'<text x="{high + 6:.1f}" y="{y + 15}">{number(middle)}</text>',
         ]
     return lines
-
-
-def shown(value: float) -> str:
-    """Whole from 100 on, else two digits after the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def chart(scene: str, rows: Iterable[Document], command: str) -> str:
@@ -100,7 +95,7 @@ def main(file: Path, to: Path) -> None:
     """Draw the scenes drain, herd and pinned, as far as FILE has them."""
     document = json.loads(file.read_text())
     full = " --full" if document["full"] else ""
-    command = f"python bench/speed.py{full} --out {file.name} && python bench/plot.py {file.name}"
+    command = f"python bench/bench.py{full} --out {file.name} && python bench/plot.py {file.name}"
     to.mkdir(parents=True, exist_ok=True)
     for scene in CHARTS:
         rows = [row for row in document["rows"] if row["scene"] == scene]

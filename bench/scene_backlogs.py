@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from designs import DESIGNS, ENQUEUE_DUE
-from measuring import Bar, Row, Sample, Server, TooFewTasksError, ask, interleaved, ratio, row_of
+from designs import DESIGNS, ENQUEUE_DUE, pgsched_pair
+from measuring import Bar, Load, Row, Sample, Server, interleaved, ratio, row_of
 
 BACKLOG = {False: 200_000, True: 1_000_000}
-PATIENCE = {False: 60, True: math.inf}
+PATIENCE = {False: 45, True: math.inf}
 SESSIONS = 4
 LIMIT = 10
 QUEUES = 1000
@@ -44,9 +44,7 @@ PRIORITIES = _INSERT + (
 )
 
 ONE_QUEUE = DESIGNS["pgsched"].pair(LIMIT)
-RANDOM_QUEUE = f"\\set q random(1, {QUEUES})\n" + ONE_QUEUE.replace(
-    "claim_task('bench'", "claim_task('bench', 'queue ' || :q::text"
-)
+RANDOM_QUEUE = f"\\set q random(1, {QUEUES})\n" + pgsched_pair(LIMIT, "'queue ' || :q::text")
 FILLS: dict[str, tuple[Sequence[str], str]] = {
     "empty": ([ENQUEUE_DUE], ONE_QUEUE),
     "future": ([ENQUEUE_DUE, FUTURE], ONE_QUEUE),
@@ -63,8 +61,7 @@ def run(server: Server, full: bool, backlog: int | None = None) -> list[Row]:
     sample = partial(with_backlog, server, backlog or BACKLOG[full], seconds)
     variants = {name: partial(sample, *fill) for name, fill in FILLS.items()}
     return [
-        Row("backlogs", name, found)
-        for name, found in interleaved(variants, repeat, PATIENCE[full]).items()
+        Row(name, found) for name, found in interleaved(variants, repeat, PATIENCE[full]).items()
     ]
 
 
@@ -73,18 +70,11 @@ def with_backlog(
 ) -> Sample:
     """A sample on a fresh database."""
 
-    def measure(plenty: int) -> Sample:
+    def prepare(plenty: int) -> list[str]:
         tasks = round(A_SECOND * (seconds + 1.1)) * plenty
-        dsn = server.database(*(fill.format(tasks=tasks, backlog=backlog) for fill in fills))
-        try:
-            sample = server.steady(dsn, script, tasks=LIMIT, sessions=SESSIONS, seconds=seconds)
-            if int(ask(dsn, DUE)) <= LIMIT * SESSIONS:
-                raise TooFewTasksError
-        finally:
-            server.drop(dsn)
-        return sample
+        return [fill.format(tasks=tasks, backlog=backlog) for fill in fills]
 
-    return server.with_enough(measure)
+    return server.plenty(prepare, DUE, Load(script, LIMIT, SESSIONS, seconds))
 
 
 def bars(rows: list[Row]) -> list[Bar]:

@@ -12,26 +12,25 @@ end, by a look each 5 s.
 without tasks, over half a minute, by pg_stat_database.
 
 `memory`: of a worker process with default settings: resident after 100,000 tasks and after
-1,000,000, and the most in between above the first.
+1,000,000, and the most in between above the first, by a look each half second.
 """
 
-import subprocess
-import sys
+import math
+import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from designs import DESIGNS
+import psycopg
+from contestants import filled, go, ours, ready, remaining
+from designs import pgsched_pair
 from measuring import Bar, Figures, Row, Server, ask, interleaved, row_of
 
 SESSIONS = 4
 QUEUE = "'queue ' || :client_id::text"
-LIFE = f"select pgsched.enqueue_task('noop', :payload::jsonb, {QUEUE});\n" + DESIGNS[
-    "pgsched"
-].pair(1).replace("claim_task('bench'", f"claim_task('bench', {QUEUE}")
+LIFE = f"select pgsched.enqueue_task('noop', :payload::jsonb, {QUEUE});\n{pgsched_pair(1, QUEUE)}"
 """One after the other; each session has a queue of its own, so it gets the task that it added."""
 NO_HISTORY = (
     "select pgsched.configure_queue('queue ' || i, p_keep_completed => '0 seconds')"
@@ -45,6 +44,10 @@ IDLE_WORKERS = 2
 IDLE_SECONDS = 30
 MEMORY_TASKS = 1_000_000
 MEMORY_FROM = 100_000
+MEMORY_PATIENCE = 3600
+MEMORY_GROWTH = "memory: most above the first"
+PATIENCE = {False: 30, True: math.inf}
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 DEAD = """
 select n_dead_tup from pg_stat_user_tables
@@ -58,8 +61,8 @@ def run(server: Server, full: bool, transactions: int = 1000) -> list[Row]:
     """All rows."""
     variants = {name: partial(wal_a_task, server, name, transactions) for name in HISTORIES}
     rows = [
-        Row("cost", wal_row(name), found, "bytes")
-        for name, found in interleaved(variants, 5 if full else 2).items()
+        Row(wal_row(name), found, "bytes")
+        for name, found in interleaved(variants, 5 if full else 2, PATIENCE[full]).items()
     ]
     if full:
         rows += steady(server, STEADY_SECONDS) + idle(server, IDLE_SECONDS)
@@ -74,102 +77,79 @@ def wal_row(name: str) -> str:
 
 def wal_a_task(server: Server, name: str, transactions: int) -> float:
     """Bytes."""
-    dsn = server.database(HISTORIES[name])
-    before = ask(dsn, "select pg_current_wal_lsn() - '0/0'")
-    done = server.pgbench(dsn, LIFE, SESSIONS, transactions=transactions, options=PAYLOAD)
-    after = ask(dsn, "select pg_current_wal_lsn() - '0/0'")
-    server.drop(dsn)
-    return float(after - before) / done.transactions
+    with server.filled(HISTORIES[name]) as dsn:
+        before = ask(dsn, "select pg_current_wal_lsn() - '0/0'")
+        done = server.pgbench(dsn, LIFE, SESSIONS, transactions=transactions, options=PAYLOAD)
+        after = ask(dsn, "select pg_current_wal_lsn() - '0/0'")
+    return float(after - before) / len(done.latencies)
 
 
 def steady(server: Server, seconds: int) -> list[Row]:
     """Dead rows and size."""
-    dsn = server.database()
     dead, sizes = [], []
-    with ThreadPoolExecutor(1) as executor:
-        load = executor.submit(
-            server.pgbench, dsn, LIFE, SESSIONS, seconds, options=["-R", str(STEADY_RATE), *PAYLOAD]
-        )
+    options = ["-R", str(STEADY_RATE), *PAYLOAD]
+    with server.filled() as dsn, ThreadPoolExecutor(1) as executor:
+        load = executor.submit(server.pgbench, dsn, LIFE, SESSIONS, seconds, options=options)
         while not load.done():
             time.sleep(min(5, seconds / 4))
             dead.append(float(ask(dsn, DEAD)))
             sizes.append(float(ask(dsn, SIZE)))
-        rate = load.result().transactions / seconds
-    server.drop(dsn)
+        rate = len(load.result().latencies) / seconds
     return [
-        Row("cost", "steady: rate that was reached", [rate]),
-        Row("cost", "steady: most dead rows", [max(dead)], "rows"),
-        Row("cost", "steady: size after a minute", [sizes[min(11, len(sizes) - 1)]], "MB"),
-        Row("cost", "steady: size at the end", [sizes[-1]], "MB"),
+        Row("steady: rate that was reached", [rate]),
+        Row("steady: most dead rows", [max(dead)], "rows"),
+        Row("steady: size after a minute", [sizes[min(11, len(sizes) - 1)]], "MB"),
+        Row("steady: size at the end", [sizes[-1]], "MB"),
     ]
-
-
-@contextmanager
-def worker_process(dsn: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process of idle_worker.py that is about to run."""
-    command = [sys.executable, str(Path(__file__).with_name("idle_worker.py")), dsn]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        try:
-            assert process.stdout
-            assert process.stdin
-            process.stdout.readline()
-            yield process
-            process.stdin.close()
-            process.wait(30)
-        finally:
-            process.kill()
 
 
 def idle(server: Server, seconds: float) -> list[Row]:
     """Statements of workers that have nothing to do."""
-    dsn = server.database()
-    with worker_process(dsn), worker_process(dsn):
+    worker = replace(ours("pgsched"), tasks=0)
+    with filled(server, worker) as dsn, ready(worker, dsn, IDLE_WORKERS) as workers:
+        go(workers)
         time.sleep(seconds / 3)  # registered, and listening
         before = ask(dsn, COMMITS)
         time.sleep(seconds)
         # Statistics are reported once a second, and the two looks are transactions as well.
         found = (ask(dsn, COMMITS) - before - 1) / seconds / IDLE_WORKERS
-    server.drop(dsn)
-    return [Row("cost", "idle: statements of a worker", [found], "a second")]
+    return [Row("idle: statements of a worker", [found], "a second")]
 
 
 def memory(server: Server, tasks: int, begin: int) -> list[Row]:
     """Of a worker that has many tasks."""
-    dsn = server.database(*DESIGNS["pgsched"].prepare(tasks))
-    resident: dict[int, float] = {}
-    with worker_process(dsn) as process:
-        assert process.stdout
-        for line in process.stdout:
-            number, megabytes = line.split()
-            resident[int(number)] = float(megabytes)
-            if int(number) >= tasks:
-                break
-    server.drop(dsn)
-    first = resident[begin]
-    growth = max(megabytes for number, megabytes in resident.items() if number >= begin) - first
+    worker = replace(ours("pgsched"), tasks=tasks)
+    with (
+        filled(server, worker) as dsn,
+        ready(worker, dsn, 1) as [process],
+        psycopg.connect(dsn, autocommit=True) as conn,
+    ):
+        go([process])
+        looks = [
+            (tasks - left, resident(process.pid))
+            for left in remaining(conn, worker, [process], MEMORY_PATIENCE)
+        ]
+    first, *later = [megabytes for done, megabytes in looks if done >= begin]
     return [
-        Row("cost", f"memory: after {begin:,} tasks", [first], "MB"),
-        Row("cost", f"memory: after {tasks:,} tasks", [resident[tasks]], "MB"),
-        Row("cost", "memory: most above the first", [growth], "MB"),
+        Row(f"memory: after {begin:,} tasks", [first], "MB"),
+        Row(f"memory: after {looks[-1][0]:,} tasks", [looks[-1][1]], "MB"),
+        Row(MEMORY_GROWTH, [max([first, *later]) - first], "MB"),
     ]
+
+
+def resident(pid: int) -> float:
+    """MB of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 1e6
 
 
 def bars(rows: list[Row]) -> list[Bar]:
     """What the figures have to be."""
-    return [
-        *(
-            Bar(
-                f"WAL a task, {name}", kib(row_of(rows, f"WAL a task: {name}")), limit, False, "KiB"
-            )
-            for name, limit in zip(HISTORIES, (1.2, 0.95), strict=True)
-        ),
-        *(
-            Bar("worker memory, growth", row.figures(), 20, False, "MB")
-            for row in rows
-            if row.name == "memory: most above the first"
-        ),
+    found = [
+        Bar(f"WAL a task, {name}", kib(row_of(rows, wal_row(name))), limit, False, "KiB")
+        for name, limit in zip(HISTORIES, (1.2, 0.95), strict=True)
     ]
+    growth = [row.figures() for row in rows if row.name == MEMORY_GROWTH]
+    return found + [Bar("worker memory, growth", figures, 20, False, "MB") for figures in growth]
 
 
 def kib(row: Row) -> Figures:

@@ -1,30 +1,45 @@
 """Drain: no-op tasks that lie ready are worked off by whole worker processes.
 
 A row is a contestant with one process, or with two. The time runs from the start of the workers,
-which have imported everything and are not connected yet, until no task is left; with it goes the
-CPU of the server and of the workers in that time. `pgsched` is a worker with its defaults; with `no
-history` its queue keeps no completed tasks. `P` is the yardstick, a bare Python loop over B (rows
-are kept) or D (deleted) in batches of 100. The peers are in their default and in their best
-setting; graphile-worker and PgQueuer keep no finished tasks, the others do.
+which have imported everything and are not connected yet, until no task is left, or for 10 s (60 s
+in a full run); with it goes the CPU of the server and of the workers in that time, by task done.
+`pgsched` is a worker with its defaults; with `no history` its queue keeps no completed tasks. `P`
+is the yardstick, a bare Python loop over B (rows are kept) or D (deleted) in batches of 100. The
+peers are in their default and in their best setting; graphile-worker and PgQueuer keep no finished
+tasks, the others do.
 `claim_task` is the average time of its calls in drains of their own, in which the server counts.
 """
 
+import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import psycopg
-from contestants import PATIENCE, Contestant, LeftOut, go, loop, ours, peers, ready
-from measuring import Bar, Figures, Row, Sample, Server, ask, cpu_seconds, execute, ratio
+from contestants import Contestant, LeftOut, filled, go, loop, ours, peers, ready, remaining
+from measuring import (
+    Bar,
+    Figures,
+    Row,
+    Sample,
+    Server,
+    ask,
+    cpu_seconds,
+    execute,
+    ratio,
+    rounds,
+)
 
-SCENE = "drain"
 KEPT, NOT_KEPT = "pgsched", "pgsched, no history"
 OVER_B, OVER_D = "P over B", "P over D"
 CLAIM = "claim_task, average call"
 DEFAULT, BEST = ", default", ", best"
+PATIENCE = {False: 120, True: math.inf}
+LONGEST = {False: 10.0, True: 60.0}
+"""Seconds of a drain, after which those tasks count that were done."""
+REPORTED = 1.5
+"""Seconds after which sessions have ended, and reported what they counted."""
 IN_PYTHON = ("PgQueuer", "Procrastinate", "awa-pg")
 
 _COUNT_CALLS = """
@@ -32,11 +47,10 @@ do $$ begin
   execute format('alter database %I set track_functions = pl', current_database());
 end $$
 """
-_AVERAGE_CLAIM = """
+AVERAGE_CLAIM = """
 select total_time / calls from pg_stat_user_functions
  where schemaname = 'pgsched' and funcname = 'claim_task'
 """
-_numbers = count(1)
 
 
 class Entry(NamedTuple):
@@ -63,14 +77,13 @@ def run(server: Server, full: bool) -> list[Row]:
     others = list(peers())
     core += [each for each in others if _is_fastest(each.name)]
     others = [each for each in others if each not in core]
-    rounds = 5 if full else 3
-    entries = [Entry(each, 1, rounds) for each in (*core, over_b)]
-    entries += [Entry(each, 2, rounds) for each in core]
-    entries += [Entry(each, 1, rounds if full else 1) for each in others]
-    with filled(server, {entry.contestant for entry in entries}) as templates:
-        rows = measure(server, entries, templates)
-        calls = [average_claim(server, kept, templates[KEPT]) for _ in range(rounds - 2)]
-    return [*rows, Row(SCENE, CLAIM, calls, "ms")]
+    repeat = 5 if full else 3
+    entries = [Entry(each, 1, repeat) for each in (*core, over_b)]
+    entries += [Entry(each, 2, repeat) for each in core]
+    entries += [Entry(each, 1, repeat if full else 1) for each in others]
+    rows = measure(server, entries, PATIENCE[full], LONGEST[full])
+    calls = [average_claim(server, kept, LONGEST[full]) for _ in range(repeat - 2)]
+    return [*rows, Row(CLAIM, calls, "ms")]
 
 
 def _is_fastest(name: str) -> bool:
@@ -78,110 +91,60 @@ def _is_fastest(name: str) -> bool:
     return name.startswith("graphile-worker") and name.endswith(BEST)
 
 
-@contextmanager
-def filled(server: Server, field: Iterable[Contestant]) -> Iterator[dict[str, str]]:
-    """A database with its tasks for each contestant, by its name, to be copied."""
-    templates = {}
-    for contestant in field:
-        name = f"filled_{next(_numbers)}"
-        dsn = server.create_database(name)
-        try:
-            contestant.fill(dsn, contestant.tasks)
-        except LeftOut as error:
-            _leave_out(contestant, contestant.name, error)
-            continue
-        execute(dsn, "vacuum (freeze, analyze)")
-        templates[contestant.name] = name
-    try:
-        yield templates
-    finally:
-        for name in templates.values():
-            server.drop(server.dsn(name))
-
-
-def measure(server: Server, entries: Sequence[Entry], templates: dict[str, str]) -> list[Row]:
+def measure(server: Server, entries: Sequence[Entry], patience: float, longest: float) -> list[Row]:
     """Drain in turn, so that a round has all that take part; who fails once is left out."""
-    samples: dict[str, list[Sample]] = {
-        entry.name: [] for entry in entries if entry.contestant.name in templates
-    }
-    for number in range(max(entry.rounds for entry in entries)):
+    samples: dict[str, list[Sample]] = {entry.name: [] for entry in entries}
+    for number in rounds(max(entry.rounds for entry in entries), patience):
         for entry in entries:
             if number < entry.rounds and entry.name in samples:
-                template = templates[entry.contestant.name]
                 try:
-                    sample = drain(server, entry.contestant, template, entry.processes)
+                    sample = drain(server, entry.contestant, entry.processes, longest)
                 except LeftOut as error:
-                    _leave_out(entry.contestant, entry.name, error)
+                    if not entry.contestant.optional:
+                        raise
+                    print(f"{entry.name} is left out: {error}", file=sys.stderr)
                     del samples[entry.name]
                 else:
                     samples[entry.name].append(sample)
-    return [Row(SCENE, name, measured) for name, measured in samples.items()]
+    return [Row(name, measured) for name, measured in samples.items()]
 
 
-def _leave_out(contestant: Contestant, name: str, error: LeftOut) -> None:
-    if not contestant.optional:
-        raise error
-    print(f"{name} is left out: {error}", file=sys.stderr)
-
-
-def drain(server: Server, contestant: Contestant, template: str, processes: int) -> Sample:
-    """One drain, in a copy of the filled database; raises LeftOut when it comes to no end."""
+def drain(server: Server, contestant: Contestant, processes: int, longest: float) -> Sample:
+    """One drain of a fresh database; LeftOut when nothing is done, or a worker ends."""
     with (
-        copied(server, template) as dsn,
+        filled(server, contestant) as dsn,
         ready(contestant, dsn, processes) as workers,
         psycopg.connect(dsn, autocommit=True) as conn,
     ):
 
-        def left() -> int:
-            [(tasks,)] = conn.execute(contestant.left.encode())
-            return int(tasks)
-
         def cpu() -> tuple[float, float]:
             return cpu_seconds(server.pid), sum(cpu_seconds(worker.pid) for worker in workers)
 
-        tasks = left()
         server.gate.wait()
         before = cpu()
         begin = go(workers)
-        while waiting := left():
-            passed = time.monotonic() - begin
-            if passed > PATIENCE or any(worker.poll() is not None for worker in workers):
-                raise LeftOut(f"{waiting} of {tasks} tasks are left after {passed:.0f} s")
-            # Seldom while much is left: counting costs the server something, too.
-            rest = passed * waiting / max(1, tasks - waiting)
-            time.sleep(min(max(rest / 2, 0.005), 0.1 if waiting == tasks else 0.5))
+        *_, left = remaining(conn, contestant, workers, longest)
         seconds = time.monotonic() - begin
-        spent = [(now - then) / tasks * 1e6 for now, then in zip(cpu(), before, strict=True)]
-        return Sample(tasks, seconds, *spent)
+        done = contestant.tasks - left
+        spent = [(now - then) / done * 1e6 for now, then in zip(cpu(), before, strict=True)]
+        return Sample(done, seconds, *spent)
 
 
-@contextmanager
-def copied(server: Server, template: str) -> Iterator[str]:
-    """The URL of a copy of a database, with a checkpoint behind it."""
-    dsn = server.create_database(f"drain_{next(_numbers)}", template=template)
-    try:
-        server.settle(dsn)
-        yield dsn
-    finally:
-        server.drop(dsn)
-
-
-def average_claim(server: Server, contestant: Contestant, template: str) -> float:
+def average_claim(server: Server, contestant: Contestant, longest: float) -> float:
     """Milliseconds of a call of claim_task while two workers drain."""
-    with copied(server, template) as dsn:
+    with filled(server, contestant) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
         execute(dsn, _COUNT_CALLS)
         with ready(contestant, dsn, 2) as workers:
             go(workers)
-            while ask(dsn, contestant.left):
-                time.sleep(0.1)
-        while not (average := ask(dsn, _AVERAGE_CLAIM)):
-            time.sleep(0.1)
-        return float(average)
+            for _ in remaining(conn, contestant, workers, longest):
+                pass
+        time.sleep(REPORTED)
+        return float(ask(dsn, AVERAGE_CLAIM))
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """What the figures have to be, as far as peers were there; of several the fastest counts."""
-    here = {row.name: row for row in rows if row.scene == SCENE}
+    here = {row.name: row for row in rows}
     fastest = [name for name in here if _is_fastest(name)]
     pairs = [
         *((name(NOT_KEPT), [name(each) for each in fastest], 1.1) for name in (str, _two)),

@@ -12,6 +12,8 @@ mean.
 """
 
 import math
+import resource
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,16 +25,16 @@ import psycopg
 from designs import DESIGNS
 from measuring import (
     Bar,
-    PgbenchRun,
     Row,
     Sample,
     Server,
     ask,
+    cpu_seconds,
     interleaved,
-    quantile,
     ratio,
     row_of,
 )
+from replay_check import quantile
 
 TASKS = 100_000
 SESSIONS = 20
@@ -42,7 +44,7 @@ N_SECONDS = 6
 """What N gets in a short run."""
 WAITS = ("Lock", "LWLock", "IO")
 
-HANDLED = "create table handled (id bigint not null, at timestamptz not null default now())"
+HANDLED = "create table handled (id bigint not null)"
 NOTE = "with noted as (insert into handled (id) select unnest(:ids::bigint[])) "
 COUNT_WAITING = """
 select wait_event_type
@@ -62,51 +64,57 @@ class Herd(NamedTuple):
 
 
 def run(server: Server, full: bool, tasks: int = TASKS) -> list[Row]:
-    """All rows; `full`: N comes to its end, and more rounds."""
+    """All rows; `full`: N comes to its end."""
     herds = interleaved(
         {
             "pgsched": partial(herd, server, "pgsched", tasks, None),
             "N": partial(herd, server, "N", tasks, None if full else N_SECONDS),
         },
-        3 if full else 2,
+        3,
         PATIENCE[full],
     )
     rows = []
     for name, found in herds.items():
-        rows.append(Row("herd", name, [one.sample for one in found]))
+        rows.append(Row(name, [one.sample for one in found]))
         if not any(one.left for one in found):
             seconds = [one.sample.seconds for one in found]
-            rows.append(Row("herd", f"{name}: to the last task", seconds, "s"))
+            rows.append(Row(f"{name}: to the last task", seconds, "s"))
         rows += [
-            Row("herd", f"{name}: round, p99", [one.round_p99 for one in found], "ms"),
-            Row("herd", f"{name}: doubles", [one.doubles for one in found], "tasks"),
+            Row(f"{name}: round, p99", [one.round_p99 for one in found], "ms"),
+            Row(f"{name}: doubles", [one.doubles for one in found], "tasks"),
         ]
         for wait in WAITS:
             waiting = [one.waiting[wait] for one in found]
-            rows.append(Row("herd", f"{name}: waiting for {wait}", waiting, "sessions"))
+            rows.append(Row(f"{name}: waiting for {wait}", waiting, "sessions"))
     return rows
 
 
 def herd(server: Server, name: str, tasks: int, seconds: int | None) -> Herd:
     """Set it loose on a fresh database; `seconds`: when it is to end before all is done."""
     design = DESIGNS[name]
-    dsn = server.database(HANDLED, *design.prepare(tasks), pgsched=design.pgsched)
     script = design.claim(LIMIT) + NOTE + design.finish(LIMIT)
     # Some rounds more: who comes last may find some tasks locked, and gets fewer than there are.
     rounds = -(-tasks // (LIMIT * SESSIONS)) + 5
-    done: list[PgbenchRun] = []
+    limits = (seconds, None if seconds else rounds)
+    with server.filled(HANDLED, *design.prepare(tasks), pgsched=design.pgsched) as dsn:
+        server.gate.wait()
+        with _waiting(dsn) as waiting:
+            before = cpu_seconds(server.pid), _client_cpu()
+            done = server.pgbench(dsn, script, SESSIONS, *limits)
+            time.sleep(0.1)  # backends that end now are still to be waited for
+            after = cpu_seconds(server.pid), _client_cpu()
+        handled = int(ask(dsn, "select count(*) from handled"))
+        doubles = int(ask(dsn, "select count(*) - count(distinct id) from handled"))
+        left = int(ask(dsn, design.unfinished))
+    spent = [(now - then) / handled * 1e6 for now, then in zip(after, before, strict=True)]
+    sample = Sample(handled, done.seconds, *spent)
+    return Herd(sample, quantile(done.latencies, 0.99), doubles, left, waiting)
 
-    def work() -> float:
-        limits = (seconds, None if seconds else rounds)
-        done.append(server.pgbench(dsn, script, SESSIONS, *limits))
-        return done[0].seconds
 
-    with _waiting(dsn) as waiting:
-        sample = server.sample(work, lambda: int(ask(dsn, "select count(*) from handled")))
-    doubles = int(ask(dsn, "select count(*) - count(distinct id) from handled"))
-    left = int(ask(dsn, design.unfinished))
-    server.drop(dsn)
-    return Herd(sample, quantile(done[0].latencies, 0.99), doubles, left, waiting)
+def _client_cpu() -> float:
+    """Of the processes that were waited for, as pgbench is."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager

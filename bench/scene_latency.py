@@ -7,15 +7,16 @@ bare Python loop over B that waits for a notification, and takes one task at a t
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import psycopg
-from contestants import Contestant, LeftOut, go, line, loop, ours, ready
-from measuring import Bar, Row, Server, interleaved, quantile, ratio, row_of
+from contestants import Contestant, LeftOut, filled, go, line, loop, ours, ready
+from measuring import Bar, Row, Server, interleaved, ratio, row_of
+from replay_check import quantile
 
 from pgsched import enqueue
 
-SCENE = "latency"
 OURS, LOOP = "pgsched", "LISTEN + claim loop"
 INTERVAL = 0.05
 SETTLED = 2.0
@@ -31,7 +32,7 @@ Producer = Callable[[psycopg.Connection, int], object]
 
 def run(server: Server, full: bool) -> list[Row]:
     """Two rows for each worker: p50 and p99."""
-    seconds, rounds = (10, 5) if full else (5, 3)
+    seconds, rounds = (10, 5) if full else (4, 3)
     tasks = round(seconds / INTERVAL)
     variants = {
         name: partial(trickle, server, contestant, produce, tasks)
@@ -39,7 +40,7 @@ def run(server: Server, full: bool) -> list[Row]:
     }
     measured = interleaved(variants, rounds)
     return [
-        Row(SCENE, f"{name}, {title}", [quantile(delays, part) for delays in found], "ms")
+        Row(f"{name}, {title}", [quantile(delays, part) for delays in found], "ms")
         for name, found in measured.items()
         for title, part in (("p50", 0.5), ("p99", 0.99))
     ]
@@ -55,10 +56,9 @@ def producers() -> dict[str, tuple[Contestant, Producer]]:
 
 def trickle(server: Server, contestant: Contestant, produce: Producer, tasks: int) -> list[float]:
     """Milliseconds from commit to handler of so many tasks, ascending."""
-    dsn = server.create_database("latency")
-    contestant.fill(dsn, 0)
     committed = []
     with (
+        filled(server, replace(contestant, tasks=0)) as dsn,
         ready(contestant, dsn, 1) as [worker],
         psycopg.connect(dsn, autocommit=True) as conn,
     ):
@@ -70,7 +70,6 @@ def trickle(server: Server, contestant: Contestant, produce: Producer, tasks: in
             produce(conn, number)
             committed.append(time.monotonic())
         entered = dict(map(_entered, (line(worker) for _ in range(tasks))))
-    server.drop(dsn)
     return sorted((entered[number] - at) * 1000 for number, at in enumerate(committed))
 
 
@@ -83,6 +82,5 @@ def _entered(told: bytes) -> tuple[int, float]:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """The median delay, against the yardstick's."""
-    here = [row for row in rows if row.scene == SCENE]
-    figures = ratio(row_of(here, f"{OURS}, p50"), row_of(here, f"{LOOP}, p50"))
+    figures = ratio(row_of(rows, f"{OURS}, p50"), row_of(rows, f"{LOOP}, p50"))
     return [Bar(f"latency, p50 / {LOOP}", figures, 1.5, at_least=False)]

@@ -18,18 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from designs import DESIGNS
-from measuring import (
-    Bar,
-    Row,
-    Sample,
-    Server,
-    TooFewTasksError,
-    ask,
-    interleaved,
-    name_of,
-    ratio,
-    row_of,
-)
+from measuring import Bar, Load, Row, Sample, Server, interleaved, name_of, ratio, row_of
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -45,7 +34,7 @@ SHAPES = {
 """Limits and sessions, and the designs that are compared there."""
 ALL_SHAPES = {(limit, n): EVERYTHING for limit in (1, 10, 100) for n in (1, 4, 16, 64)}
 SECONDS = {False: 0.9, True: 2.9}
-PATIENCE = {False: 25, True: math.inf}
+PATIENCE = {False: 30, True: math.inf}
 """Seconds for each group of rows."""
 REPEAT = {False: 3, True: 5}
 A_SECOND = {1: 20_000, 10: 60_000, 100: 120_000}
@@ -92,7 +81,7 @@ def title(limit: int, sessions: int) -> str:
 
 def rows_of(title: str, samples: dict[str, list[Sample]]) -> list[Row]:
     """A row for each design."""
-    return [Row("sql", f"{title}: {name}", found) for name, found in samples.items()]
+    return [Row(f"{title}: {name}", found) for name, found in samples.items()]
 
 
 def claim_and_complete(
@@ -103,29 +92,17 @@ def claim_and_complete(
     name: str,
     pooler: pgbouncer.PgBouncer | None = None,
 ) -> Sample:
-    """A sample on a fresh database that has more tasks than will be done."""
+    """A sample on a fresh database."""
     design = DESIGNS[name]
-
-    def measure(plenty: int) -> Sample:
-        rate = A_SECOND[limit] * (2 if name == "D" else 1) * plenty
-        statements = design.prepare(round((seconds + 1.1) * rate))
-        dsn = server.database(*statements, pgsched=design.pgsched)
-        try:
-            sample = server.steady(
-                pooler.dsn(name_of(dsn)) if pooler else dsn,
-                design.pair(limit),
-                tasks=limit,
-                sessions=sessions,
-                seconds=seconds,
-                options=["-M", "extended"] if pooler else [],
-            )
-            if int(ask(dsn, design.unfinished)) <= limit * sessions:
-                raise TooFewTasksError
-        finally:
-            server.drop(dsn)
-        return sample
-
-    return server.with_enough(measure)
+    rate = A_SECOND[limit] * (2 if name == "D" else 1)
+    options = ["-M", "extended"] if pooler else []
+    return server.plenty(
+        lambda plenty: design.prepare(round((seconds + 1.1) * rate * plenty)),
+        design.unfinished,
+        Load(design.pair(limit), limit, sessions, seconds, options),
+        pgsched=design.pgsched,
+        through=lambda dsn: pooler.dsn(name_of(dsn)) if pooler else dsn,
+    )
 
 
 def enqueue(server: Server, full: bool) -> list[Row]:
@@ -136,18 +113,15 @@ def enqueue(server: Server, full: bool) -> list[Row]:
         for name, script in ENQUEUE.items()
     }
     return [
-        Row("sql", name, found)
-        for name, found in interleaved(variants, repeat, PATIENCE[full]).items()
+        Row(name, found) for name, found in interleaved(variants, repeat, PATIENCE[full]).items()
     ]
 
 
 def enqueue_sample(server: Server, script: str, tasks: int, seconds: float) -> Sample:
     """A sample on a database that is empty at first."""
-    dsn = server.database(RAW_TABLE)
     variables = ["-D", 'payload={"i": 1}', "-D", f"tasks={json.dumps(TASKS)}"]
-    sample = server.steady(dsn, script, tasks=tasks, sessions=1, seconds=seconds, options=variables)
-    server.drop(dsn)
-    return sample
+    with server.filled(RAW_TABLE) as dsn:
+        return server.steady(dsn, Load(script, tasks, 1, seconds, variables))
 
 
 def bars(rows: list[Row]) -> list[Bar]:

@@ -99,7 +99,7 @@ begin
 end;
 $$;
 
-create or replace function pgsched._move_claim_marks(p_busy boolean)
+create or replace function pgsched._move_claim_marks(p_queues text[])
   returns bigint
   language plpgsql
 as $$

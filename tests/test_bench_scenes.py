@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psycopg
 import pytest
 from click.testing import CliRunner
 from pgbouncer import PROGRAM
@@ -24,14 +25,15 @@ from designs import DESIGNS
 from measuring import (
     Bar,
     Figures,
+    Gate,
     Row,
     Sample,
     Server,
     TooFewTasksError,
     ask,
     cpu_seconds,
+    execute,
     interleaved,
-    quantile,
     ratio,
     row_of,
 )
@@ -44,8 +46,7 @@ BURN = "import time\nwhile time.process_time() < 0.4: pass\n"
 @pytest.fixture(scope="module")
 def private() -> Iterator[Server]:
     """A server as the benchmarks have it."""
-    with Server() as server:
-        server.gate.patience = 0.0
+    with Server(Gate(patience=0)) as server:
         yield server
 
 
@@ -53,8 +54,8 @@ def private() -> Iterator[Server]:
 
 
 def test_a_ratio_is_of_the_samples_of_one_round() -> None:
-    ours = Row("s", "ours", [Sample(40, 1.0, 8.0, 1.0), Sample(10, 1.0, 6.0, 1.0)])
-    base = Row("s", "base", [Sample(20, 1.0, 2.0, 1.0), Sample(20, 2.0, 3.0, 1.0)])
+    ours = Row("ours", [Sample(40, 1.0, 8.0, 1.0), Sample(10, 1.0, 6.0, 1.0)])
+    base = Row("base", [Sample(20, 1.0, 2.0, 1.0), Sample(20, 2.0, 3.0, 1.0)])
     assert ratio(ours, base) == Figures(1.5, 1.0, 2.0)
     assert ratio(ours, base, "server_us") == Figures(3.0, 2.0, 4.0)
 
@@ -75,10 +76,17 @@ def test_no_round_begins_for_which_there_is_no_time() -> None:
     assert interleaved({"a": lambda: 1}, 3, patience=0.0) == {"a": [1]}
 
 
-def test_a_quantile_is_one_of_the_numbers() -> None:
-    assert [quantile([1.0, 2.0, 3.0, 4.0], part) for part in (0.0, 0.5, 0.75, 0.99)] == [
-        *(1.0, 2.0, 3.0, 4.0)
-    ]
+def test_a_copy_has_what_was_filled_once_and_is_dropped_in_the_end(private: Server) -> None:
+    made = "create table made as select 1 as i"
+    databases = "select count(*) from pg_database"
+    with private.filled(made) as dsn:
+        execute(dsn, "insert into made values (2)")
+        before = ask(dsn, databases)
+    with private.filled(made) as dsn:
+        assert [before, 1] == [ask(dsn, databases), ask(dsn, "select count(*) from made")]
+    with pytest.raises(psycopg.Error), private.filled(made) as dsn:
+        execute(dsn, "nonsense")
+    assert ask(private.dsn(), databases) == before - 1
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["ended", "running"])
@@ -117,23 +125,20 @@ def test_tasks_are_made_more_until_they_are_enough(private: Server) -> None:
 @pytest.mark.parametrize("name", DESIGNS)
 def test_a_design_finishes_what_it_claims(private: Server, name: str, limit: int) -> None:
     design = DESIGNS[name]
-    dsn = private.database(*design.prepare(100), pgsched=design.pgsched)
-    assert ask(dsn, design.unfinished) == 100
-    done = private.pgbench(dsn, design.pair(limit), 1, transactions=5)
-    assert done.transactions == len(done.latencies) == 5
-    assert ask(dsn, design.unfinished) == 100 - 5 * limit
-    if design.pgsched:
-        kept = 0 if "no history" in name else 5 * limit
-        assert ask(dsn, "select count(*) from pgsched.finished_tasks") == kept
-    private.drop(dsn)
+    with private.filled(*design.prepare(100), pgsched=design.pgsched) as dsn:
+        assert ask(dsn, design.unfinished) == 100
+        done = private.pgbench(dsn, design.pair(limit), 1, transactions=5)
+        assert len(done.latencies) == 5
+        assert ask(dsn, design.unfinished) == 100 - 5 * limit
+        if design.pgsched:
+            kept = 0 if "no history" in name else 5 * limit
+            assert ask(dsn, "select count(*) from pgsched.finished_tasks") == kept
 
 
 def test_too_few_tasks_are_noticed(private: Server) -> None:
     design = DESIGNS["pgsched"]
-    dsn = private.database(*design.prepare(100))
-    with pytest.raises(TooFewTasksError):
+    with private.filled(*design.prepare(100)) as dsn, pytest.raises(TooFewTasksError):
         private.pgbench(dsn, design.pair(1), 1, transactions=101)
-    private.drop(dsn)
 
 
 def test_a_herd_that_does_things_twice_is_seen(
@@ -163,35 +168,48 @@ def test_sql(private: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_sql, "SHAPES", shapes)
     monkeypatch.setattr(scene_sql, "PATIENCE", {False: 0.0})  # one round
     rows = scene_sql.run(private, full=False)
-    pooled = 2 if PROGRAM.exists() else 0
-    assert len(rows) == 4 + 2 + 4 + pooled + len(scene_sql.ENQUEUE)
-    assert all(sample > 0 for row in rows for sample in row.numbers())
-    assert len(scene_sql.bars(rows)) == 6 + pooled // 2
+    pooled = {(1, 256): scene_sql.POOLED} if PROGRAM.exists() else {}
+    assert [
+        *(
+            f"{scene_sql.title(*shape)}: {name}"
+            for shape, names in {**shapes, **pooled}.items()
+            for name in names
+        ),
+        *scene_sql.ENQUEUE,
+    ] == [row.name for row in rows]
+    assert [1.4, 0.7, 0.85, *[0.8] * (1 + len(pooled)), 1.25, 2.5] == [
+        bar.limit for bar in scene_sql.bars(rows)
+    ]
 
 
 @pytest.mark.long
 def test_herd(private: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_herd, "N_SECONDS", 1)
     rows = scene_herd.run(private, full=False, tasks=5000)
-    assert numbers(rows, "pgsched: doubles") == [0, 0]
-    assert row_of(rows, "pgsched").numbers("tasks") == [5000, 5000]
+    assert numbers(rows, "pgsched: doubles") == [0] * 3
+    assert row_of(rows, "pgsched").numbers("tasks") == [5000] * 3
     assert [bar.limit for bar in scene_herd.bars(rows)] == [0, 5]
 
 
 @pytest.mark.long
-def test_pinned(private: Server) -> None:
+def test_pinned(private: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_pinned, "PATIENCE", {False: 0.0})  # one round
     rows = scene_pinned.run(private, full=False, churn=2000)
-    assert len(rows) == 2 * 3 * 2
-    assert all(number > 0 for row in rows for number in row.numbers())
-    assert len(scene_pinned.bars(rows)) == 4
+    assert [
+        f"pgsched, {pin}, {stage}: {what}"
+        for pin in ("snapshot", "writer")
+        for stage in ("fresh", "pinned", "after")
+        for what in ("claim", "throughput")
+    ] == [row.name for row in rows]
+    assert [bar.limit for bar in scene_pinned.bars(rows)] == [1.5, 0.85]
 
 
 @pytest.mark.long
-def test_backlogs(private: Server) -> None:
+def test_backlogs(private: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_backlogs, "PATIENCE", {False: 0.0})  # one round
     rows = scene_backlogs.run(private, full=False, backlog=5000)
     assert [row.name for row in rows] == list(scene_backlogs.FILLS)
-    assert all(number > 0 for row in rows for number in row.numbers())
-    assert len(scene_backlogs.bars(rows)) == 3
+    assert [bar.limit for bar in scene_backlogs.bars(rows)] == [0.85] * 3
 
 
 @pytest.mark.long
@@ -202,7 +220,15 @@ def test_cost(private: Server) -> None:
         *scene_cost.idle(private, 2),
         *scene_cost.memory(private, 20_000, 10_000),
     ]
-    assert all(number >= 0 for row in rows for number in row.numbers())
+    assert [
+        *("WAL a task: pgsched", "WAL a task: pgsched, no history"),
+        *("steady: rate that was reached", "steady: most dead rows"),
+        *("steady: size after a minute", "steady: size at the end"),
+        "idle: statements of a worker",
+        *("memory: after 10,000 tasks", "memory: after 20,000 tasks", scene_cost.MEMORY_GROWTH),
+    ] == [row.name for row in rows]
+    kept, not_kept = (min(row.numbers()) for row in rows[:2])
+    assert not_kept < kept
     assert [bar.limit for bar in scene_cost.bars(rows)] == [1.2, 0.95, 20]
 
 
@@ -225,16 +251,16 @@ def test_the_bars_say_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_scene_that_is_not_there_is_named() -> None:
-    result = CliRunner().invoke(bench.main, ["--scenes", "sql,nonsense"])
+    result = CliRunner().invoke(bench.main, ["sql", "nonsense"])
     assert result.exit_code == 2
-    assert "no such scene: nonsense" in result.output
+    assert "'nonsense' is not one of 'sql', 'drain'" in result.output
 
 
 @pytest.mark.long
 def test_a_run_prints_tables_and_writes_every_sample(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, "-W", "error", bench.__file__, "--scenes", "cost", "--out", str(out)],
+        [sys.executable, "-W", "error", bench.__file__, "--out", str(out), "cost"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -245,7 +271,10 @@ def test_a_run_prints_tables_and_writes_every_sample(tmp_path: Path) -> None:
         *("WAL a task, pgsched", "WAL a task, pgsched, no history")
     ]
     document = json.loads(out.read_text())
-    assert [row["name"] for row in document["rows"]] == [
-        *("WAL a task: pgsched", "WAL a task: pgsched, no history")
+    assert [(row["scene"], row["name"], row["unit"]) for row in document["rows"]] == [
+        *(("cost", f"WAL a task: {name}", "bytes") for name in scene_cost.HISTORIES)
     ]
-    assert all(len(row["samples"]) == 2 for row in document["rows"])
+    assert [
+        [number / 1024 for number in (min(row["samples"]), max(row["samples"]))]
+        for row in document["rows"]
+    ] == [[bar["measured"]["low"], bar["measured"]["high"]] for bar in document["bars"]]

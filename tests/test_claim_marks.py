@@ -23,6 +23,7 @@ MOVE = "_move_claim_marks"
 EAGER = [
     Mutant(MOVE, "interval '0.05 seconds'", "interval '0'"),
     Mutant(MOVE, ">= 200", ">= 0"),
+    Mutant(MOVE, "50 * (", "0 * ("),
     Mutant("_move_claim_mark", "100", "0"),
 ]
 
@@ -85,10 +86,10 @@ def settle(conn: psycopg.Connection) -> None:
 
     def proven() -> bool:
         look(conn)
-        [(proven_at,)] = conn.execute(
-            "select max(proven_at) from pgsched.claim_readings"
+        [(looked_to,)] = conn.execute(
+            "select max(looked_to) from pgsched.claim_readings"
         ).fetchall()
-        return proven_at is not None and proven_at >= now
+        return looked_to is not None and looked_to >= now
 
     wait_until(proven)
 
@@ -287,7 +288,7 @@ def test_what_came_below_a_mark_against_the_rules_is_claimed_after_a_minute(
             writer.execute("select pg_current_xact_id()")
         look(conn, 2)
         assert claimed_ids(conn) == []
-        conn.execute("update pgsched.claim_readings set swept_at = swept_at - interval '1 minute'")
+        conn.execute("update pgsched.claim_readings set sweep_at = written_at")
         look(conn)
         assert claimed_ids(conn) == [task_id]
 
@@ -297,7 +298,7 @@ def shift(conn: psycopg.Connection, to: str) -> None:
     conn.execute(
         f"""
         update pgsched.claim_marks set run_at = array_fill({to}, array[10]);
-        update pgsched.claim_readings set read_at = {to}, proven_at = {to}, swept_at = {to};
+        update pgsched.claim_readings set read_at = {to}, proven_at = {to}, written_at = {to};
         """.encode()
     )
 
@@ -353,16 +354,37 @@ def test_of_two_who_move_one_does_and_none_waits(connect: Connect) -> None:
 
 
 @pytest.mark.usefixtures("eager")
+def test_a_sweep_that_takes_too_long_is_put_off_and_tasks_are_reaped(connect: Connect) -> None:
+    conn = connect()
+    oracle.enqueue_batch(conn, [{}, {}])
+    settle(conn)
+    [lost] = oracle.claim(conn)
+    conn.execute(
+        """
+        create or replace function pgsched._used_queues() returns table (queue text)
+            language plpgsql as $$ begin perform pg_sleep(30); end $$;
+        update pgsched.scheduled_tasks set lease_expires_at = now() where status = 'processing';
+        update pgsched.claim_readings set sweep_at = written_at;
+        set statement_timeout to '200ms';
+        """
+    )
+    assert conn.execute("select id from pgsched.reap_stale()").fetchall() == [(lost.id,)]
+    conn.execute("select * from pgsched.reap_stale()")
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "call",
     [
         "select * from pgsched.reap_stale()",
         "select * from pgsched.maintain()",
-        "select * from pgsched.complete_tasks(array[0], array[gen_random_uuid()])",
+        "select * from pgsched.complete_tasks("
+        " array(select id from pgsched.scheduled_tasks), array[gen_random_uuid()])",
     ],
 )
 def test_what_workers_call_anyway_moves_the_marks(connect: Connect, call: str) -> None:
     conn = connect()
+    oracle.enqueue(conn)
 
     def moved() -> bool:
         conn.execute(call.encode())
@@ -427,7 +449,8 @@ def used(conn: psycopg.Connection) -> int:
 
 
 def writes(conn: psycopg.Connection) -> bool:
-    """Whether one more look writes anything."""
+    """Whether one more look, however late, writes anything."""
+    conn.execute("update pgsched.claim_readings set look_at = written_at")
     with conn.transaction():
         look(conn)
         [(xid,)] = conn.execute("select pg_current_xact_id_if_assigned()")
@@ -452,12 +475,17 @@ def test_an_old_snapshot_makes_no_claim_read_what_is_dead(connect: Connect) -> N
         conn.execute("delete from pgsched.scheduled_tasks")
         oracle.enqueue(conn, 10)
         assert used(conn) > fresh + 200
-        # Then nothing more is claimed, and whoever looks writes nothing.
-        wait_until(lambda: not writes(conn) and marks(conn) != [])
-        assert used(conn) < fresh + 50
+
+        def spared() -> bool:
+            look(conn)
+            return used(conn) < fresh + 50
+
+        wait_until(spared)
+        # Nothing more is claimed, and whoever looks writes nothing.
+        wait_until(lambda: not writes(conn))
     # Without the snapshot the mark is of no more use.
     conn.execute("vacuum pgsched.scheduled_tasks")
-    conn.execute("update pgsched.claim_readings set swept_at = swept_at - interval '1 minute'")
+    conn.execute("update pgsched.claim_readings set sweep_at = written_at")
     look(conn)
     assert marks(conn) == []
     assert used(conn) < fresh + 50

@@ -222,12 +222,15 @@ comment on column pgsched.claim_marks.id is
   'Nor any that is due at that very time and has a lower id.';
 
 create table pgsched.claim_readings (
-  xid       xid8        not null,
-  read_xid  xid8,
-  read_at   timestamptz,
-  proven_at timestamptz,
-  changes   bigint      not null,
-  swept_at  timestamptz not null,
+  xid        xid8        not null,
+  written_at timestamptz not null,
+  read_xid   xid8,
+  read_at    timestamptz,
+  proven_at  timestamptz,
+  changes    bigint      not null,
+  looked_to  timestamptz,
+  look_at    timestamptz not null,
+  sweep_at   timestamptz not null,
   constraint claim_readings_pkey primary key (xid)
 );
 
@@ -238,9 +241,13 @@ comment on column pgsched.claim_readings.read_at is
 comment on column pgsched.claim_readings.proven_at is
   'The newest reading that is proven: no task that is due before can become queued.';
 comment on column pgsched.claim_readings.changes is
-  'Updates and deletions of live tasks that had been counted by the newest reading.';
-comment on column pgsched.claim_readings.swept_at is
-  'When it was last looked for tasks below the marks.';
+  'Updates and deletions of live tasks, as counted when all queues were last looked at.';
+comment on column pgsched.claim_readings.looked_to is
+  'What proven_at was then.';
+comment on column pgsched.claim_readings.look_at is
+  'Not before then are all queues looked at again.';
+comment on column pgsched.claim_readings.sweep_at is
+  'Not before then are tasks looked for below the marks.';
 
 -- Default privileges may have given PUBLIC something. Whoever may use the type of a row can make an
 -- object that hinders changes of the table.

@@ -8,7 +8,10 @@
 --  3. Then a mark is the first task that is visible, or the reading if none is older.
 -- Each row of both tables is written once and replaced by another with a higher xid: a row that is
 -- updated would be found, under the same old snapshot, behind all that it ever was.
-create function pgsched._move_claim_marks(p_busy boolean)
+--
+-- Whoever completes tasks moves the marks of their queues. Whoever reaps looks at all queues, and
+-- sweeps: as seldom as that takes long, so that it costs a fiftieth of a processor at most.
+create function pgsched._move_claim_marks(p_queues text[])
   returns bigint
   language plpgsql
   set enable_seqscan = off
@@ -16,14 +19,17 @@ create function pgsched._move_claim_marks(p_busy boolean)
 as $$
 declare
   v_last pgsched.claim_readings;
+  v_newest xid8;
   v_snapshot pg_snapshot;
   v_now timestamptz;
+  v_took interval;
   v_xid xid8;
   v_changes bigint;
   v_resets boolean;
-  v_busy boolean;
+  v_reads boolean;
   v_proves boolean;
-  v_sweeps boolean;
+  v_looks boolean := false;
+  v_sweeps boolean := false;
   v_queue text;
   v_moved bigint := 0::bigint;
 begin
@@ -38,19 +44,29 @@ begin
   -- The clock was set back, or this is a copy of another server's tables, or of some of them.
   v_resets := coalesce(v_last.xid >= pg_snapshot_xmax(v_snapshot), false)
               or v_last.xid is null and exists (select from pgsched.claim_marks)
-              or v_now < greatest(v_last.read_at, v_last.proven_at, v_last.swept_at);
-  v_changes := pg_stat_get_tuples_updated('pgsched.scheduled_tasks'::regclass)
-               + pg_stat_get_tuples_deleted('pgsched.scheduled_tasks'::regclass);
-  v_busy := p_busy or abs(v_changes - coalesce(v_last.changes, 0)) >= 200;
+              or v_now < greatest(v_last.read_at, v_last.proven_at, v_last.written_at);
   v_proves := coalesce(v_last.read_xid <= pg_snapshot_xmin(v_snapshot)
                        and v_now >= v_last.read_at + interval '0.05 seconds', false);
-  v_sweeps := coalesce(v_now >= v_last.swept_at + interval '1 minute', false)
-              and exists (select from pgsched.claim_marks);
+  v_changes := pg_stat_get_tuples_updated('pgsched.scheduled_tasks'::regclass)
+               + pg_stat_get_tuples_deleted('pgsched.scheduled_tasks'::regclass);
+  if p_queues is not null then
+    v_reads := v_last.read_xid is null;
+  else
+    v_looks := abs(v_changes - coalesce(v_last.changes, 0)) >= 200;
+    v_reads := v_looks and v_last.read_xid is null;
+    v_looks := (v_proves or v_last.proven_at > v_last.looked_to
+                or v_looks and v_last.proven_at is not null)
+               and v_now >= v_last.look_at;
+    v_sweeps := coalesce(v_now >= v_last.sweep_at, false)
+                and exists (select from pgsched.claim_marks);
+  end if;
   -- One does it at a time, and nobody who was faster meanwhile.
-  if (v_resets or v_proves or v_sweeps or (v_busy and v_last.read_xid is null)) is not true
-     or not pg_try_advisory_xact_lock(1338, 4)
-     or v_last.xid is distinct from (
-        select r.xid from pgsched.claim_readings as r order by r.xid desc limit 1) then
+  if (v_resets or v_reads or v_proves or v_looks or v_sweeps) is not true
+     or not pg_try_advisory_xact_lock(1338, 4) then
+    return 0::bigint;
+  end if;
+  select r.xid into v_newest from pgsched.claim_readings as r order by r.xid desc limit 1;
+  if v_newest is distinct from v_last.xid then
     return 0::bigint;
   end if;
   if v_resets then
@@ -66,27 +82,46 @@ begin
     v_last.read_xid := null;
     v_last.read_at := null;
   end if;
-  if v_proves or v_sweeps then
-    for v_queue in select q.queue from pgsched._used_queues() as q loop
-      v_moved := v_moved + pgsched._move_claim_mark(v_queue, v_last.proven_at, v_sweeps, v_xid);
-    end loop;
-  end if;
-  if v_busy and v_last.read_xid is null then
+  if v_reads and v_last.read_xid is null then
     v_last.read_xid := v_xid;
     v_last.read_at := v_now;
-    v_last.changes := v_changes;
   end if;
-  insert into pgsched.claim_readings (xid, read_xid, read_at, proven_at, changes, swept_at)
-  values (v_xid, v_last.read_xid, v_last.read_at, v_last.proven_at, v_last.changes,
-         case when v_sweeps or v_last.swept_at is null then v_now else v_last.swept_at end);
+  if p_queues is not null and v_proves then
+    foreach v_queue in array p_queues loop
+      v_moved := v_moved + pgsched._move_claim_mark(v_queue, v_last.proven_at, false, v_xid);
+    end loop;
+  elsif v_looks or v_sweeps then
+    begin
+      for v_queue in select q.queue from pgsched._used_queues() as q loop
+        v_moved := v_moved + pgsched._move_claim_mark(v_queue, v_last.proven_at, v_sweeps, v_xid);
+      end loop;
+    exception
+      -- What a statement_timeout ends each time would end the reaping, too. So it is noted.
+      when query_canceled then
+        v_moved := 0::bigint;
+    end;
+    v_took := 50 * (clock_timestamp() - v_now);
+    v_last.changes := v_changes;
+    v_last.looked_to := v_last.proven_at;
+    v_last.look_at := v_now + v_took;
+    if v_sweeps then
+      v_last.sweep_at := v_now + greatest(v_took, interval '1 minute');
+    end if;
+  end if;
+  insert into pgsched.claim_readings (
+         xid, written_at, read_xid, read_at, proven_at, changes, looked_to, look_at, sweep_at)
+  values (v_xid, v_now, v_last.read_xid, v_last.read_at, v_last.proven_at,
+         coalesce(v_last.changes, v_changes), v_last.looked_to, coalesce(v_last.look_at, v_now),
+         coalesce(v_last.sweep_at, v_now + interval '1 minute'));
   return v_moved;
 end;
 $$;
 
 comment on function pgsched._move_claim_marks is
-  'Moves the marks that claims begin at up, when 200 rows of tasks or more have changed or p_busy; '
-  'once a minute looks below them, too. Does nothing in a transaction that has an id. Returns of '
-  'how many queues it moved the marks.';
+  'Moves the marks that claims begin at up: of some queues, or, null, of all, when 200 rows of '
+  'tasks or more have changed; then, once a minute, it looks below them, too. Both come less often '
+  'where they take long. Does nothing in a transaction that has an id. Returns of how many queues '
+  'it moved the marks.';
 
 revoke all on function pgsched._move_claim_marks from public;
 
@@ -125,7 +160,7 @@ begin
           where s.queue = p_queue
             and s.priority = l.level
             and s.status = 'queued'
-            and (s.run_at, s.id) >= (coalesce(l.run_at, '-infinity'), coalesce(l.id, 0))
+            and (s.run_at, s.id) >= (coalesce(l.run_at, '-infinity'), coalesce(l.id, -9223372036854775808))
           order by s.run_at, s.id
           limit 1) as f
       on true;

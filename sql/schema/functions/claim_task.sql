@@ -83,7 +83,7 @@ begin
                                then m.run_at[levels.priority + 1]
                                else '-infinity'
                           end,
-                          coalesce(m.id[levels.priority + 1], 0))
+                          coalesce(m.id[levels.priority + 1], -9223372036854775808))
                   order by s.run_at, s.id
                   limit p_limit
                     for no key update skip locked) as chosen
@@ -163,7 +163,7 @@ as $$
                       then m.run_at[p.level + 1]
                       else '-infinity'
                  end as mark_at,
-                 coalesce(m.id[p.level + 1], 0) as mark_id
+                 coalesce(m.id[p.level + 1], -9223372036854775808) as mark_id
             from generate_series(0, p_priority) as p (level)
             left join (
                  select r.run_at, r.id

@@ -21,7 +21,8 @@ begin
   -- Between two calls of reap_stale more may die than claims should read past. An isolation level
   -- above could make a completion fail for it.
   if random() < 1.0 / 16 and current_setting('transaction_isolation') = 'read committed' then
-    perform pgsched._move_claim_marks(true);
+    perform pgsched._move_claim_marks(array(
+      select distinct t.queue from pgsched.scheduled_tasks as t where t.id = any (p_ids)));
   end if;
   perform pgsched._check_batch(p_ids, p_claim_tokens);
   perform pgsched._check_column('p_results', p_results, p_ids);

@@ -19,7 +19,7 @@ begin
     begin
       if pg_try_advisory_xact_lock(1338, v_lock) then
         affected := case step
-          when 'move_claim_marks' then pgsched._move_claim_marks(false)
+          when 'move_claim_marks' then pgsched._move_claim_marks(null)
           when 'reap_stale' then (select count(*) from pgsched.reap_stale())
           when 'prune_finished' then pgsched.prune_finished()
         end;

@@ -26,7 +26,7 @@ begin
     perform pgsched._raise_read_only();
   end if;
 
-  perform pgsched._move_claim_marks(false);
+  perform pgsched._move_claim_marks(null);
   v_gone := pgsched._gone_workers(v_now);
   v_ids := array(
     select s.id
