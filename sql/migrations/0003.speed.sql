@@ -431,7 +431,8 @@ begin
           where s.queue = p_queue
             and s.priority = l.level
             and s.status = 'queued'
-            and (s.run_at, s.id) >= (coalesce(l.run_at, '-infinity'), coalesce(l.id, -9223372036854775808))
+            and (s.run_at, s.id) >= (
+                  coalesce(l.run_at, '-infinity'), coalesce(l.id, -9223372036854775808))
           order by s.run_at, s.id
           limit 1) as f
       on true;
