@@ -21,7 +21,7 @@ MOVE = "_move_claim_marks"
 
 # What it waits for is there already, and every mark is worth moving.
 EAGER = [
-    Mutant(MOVE, "interval '0.05 seconds'", "interval '0'"),
+    Mutant(MOVE, "interval '0.01 seconds'", "interval '0'"),
     Mutant(MOVE, ">= 200", ">= 0"),
     Mutant(MOVE, "50 * (", "0 * ("),
     Mutant("_move_claim_mark", "100", "0"),

@@ -317,7 +317,7 @@ begin
               or v_last.xid is null and exists (select from pgsched.claim_marks)
               or v_now < greatest(v_last.read_at, v_last.proven_at, v_last.written_at);
   v_proves := coalesce(v_last.read_xid <= pg_snapshot_xmin(v_snapshot)
-                       and v_now >= v_last.read_at + interval '0.05 seconds', false);
+                       and v_now >= v_last.read_at + interval '0.01 seconds', false);
   v_changes := pg_stat_get_tuples_updated('pgsched.scheduled_tasks'::regclass)
                + pg_stat_get_tuples_deleted('pgsched.scheduled_tasks'::regclass);
   if p_queues is not null then
