@@ -1,4 +1,4 @@
-"""Latency: from the commit of a task to the moment when its handler is entered.
+"""Latency: from the commit of a task, as it is sent, to the moment when its handler is entered.
 
 An idle worker process with its defaults gets a task every 50 ms, from a producer that commits each;
 a row has the median or the 99th percentile of each round. `LISTEN + claim loop` is the yardstick: a
@@ -67,8 +67,9 @@ def trickle(server: Server, contestant: Contestant, produce: Producer, tasks: in
         server.gate.wait()
         for number in range(tasks):
             time.sleep(INTERVAL)
-            produce(conn, number)
-            committed.append(time.monotonic())
+            with conn.transaction():
+                produce(conn, number)
+                committed.append(time.monotonic())
         entered = dict(map(_entered, (line(worker) for _ in range(tasks))))
     return sorted((entered[number] - at) * 1000 for number, at in enumerate(committed))
 

@@ -5,9 +5,11 @@ The environment variable PGSCHED_PG_BIN chooses the server's version.
 
 import itertools
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import oracle
 import psycopg
 import pytest
 from psycopg import sql
@@ -63,6 +65,13 @@ def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection]]:
         return connections[-1]
 
     yield connect
+    # Closed under a thread that uses it, a connection takes the whole process with it.
+    if calls := [thread for thread in threading.enumerate() if thread.name == oracle.CALL]:
+        for connection in connections:
+            if not connection.closed:
+                connection.cancel_safe(timeout=5)
+        for thread in calls:
+            thread.join(30)
     for connection in connections:
         connection.close()
 

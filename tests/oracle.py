@@ -623,6 +623,10 @@ def together(calls: Iterable[Callable[[], T]]) -> list[T]:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
+CALL = "call of a test"
+"""The name of such a thread."""
+
+
 class Call:
     """A call in a thread of its own; `waits` says whether it waits for another session's lock."""
 
@@ -632,7 +636,7 @@ class Call:
         """Start it, and return when it has ended or waits; `conn` looks on."""
         self.waits = False
         self._future: Future[Any] = Future()
-        Thread(target=self._run, args=[call], daemon=True).start()
+        Thread(target=self._run, args=[call], name=CALL, daemon=True).start()
 
         def settled() -> bool:
             [(self.waits,)] = conn.execute(

@@ -45,10 +45,15 @@ from replay_worker import Records, read_records
 
 JOBS = 60
 CLAIM_WITHOUT_TIME = Mutant("claim_task", "and s.run_at <= v_now", "")
-CLAIM_THAT_SAYS_EVERY_TENTH_TWICE = Mutant(
-    "claim_task",
-    "from claimed as c\n",
-    "from claimed as c cross join generate_series(1, 1 + (c.id % 10 = 0)::integer)\n",
+# Every call counts, as only some do else.
+CLAIM_THAT_SAYS_EVERY_TENTH_TWICE = (
+    Mutant("claim_task", "random() < 1.0 / 16", "p_worker not like '%+'"),
+    Mutant("claim_task", "claim_task(p_worker, ", "claim_task(p_worker || '+', "),
+    Mutant(
+        "claim_task",
+        "from claimed as c\n",
+        "from claimed as c cross join generate_series(1, 1 + (c.id % 10 = 0)::integer)\n",
+    ),
 )
 
 
@@ -107,8 +112,8 @@ def test_a_workload_is_replayed_and_found_right(workload: Path) -> None:
 def test_early_and_doubled_jobs_make_it_fail_and_other_tasks_are_left_alone(
     workload: Path, dsn: str, conn: psycopg.Connection
 ) -> None:
-    mutants.install(conn, CLAIM_WITHOUT_TIME)
-    mutants.install(conn, CLAIM_THAT_SAYS_EVERY_TENTH_TWICE)
+    for mutant in (CLAIM_WITHOUT_TIME, *CLAIM_THAT_SAYS_EVERY_TENTH_TWICE):
+        mutants.install(conn, mutant)
     enqueue(conn, "job", {"job": 1, "sleep": 0})
     others = "select * from pgsched.tasks where queue = 'default'"
     before = conn.execute(others).fetchall()
