@@ -20,7 +20,9 @@ PRUNE_OF_ONE_QUEUE = Mutant(
 )
 PRUNE_OF_FAILED_AS_COMPLETED = Mutant("prune_finished", "k.status = 'completed'", "true")
 KEEPS_NOTHING = "date_part('epoch', q.keep_completed) = 0"
-COMPLETION_THAT_STORES = Mutant("complete_task", "is distinct from 0 as kept", "is null or true as kept")
+COMPLETION_THAT_STORES = Mutant(
+    "complete_task", "is distinct from 0 as kept", "is null or true as kept"
+)
 BATCH_COMPLETION_THAT_STORES = Mutant("complete_tasks", KEEPS_NOTHING, "false")
 
 # How long each queue keeps completed tasks, and failed and cancelled ones.
