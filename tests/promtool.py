@@ -12,5 +12,5 @@ def promtool(*arguments: str | Path, text: str = "") -> str:
     done = subprocess.run(
         [PROGRAM, *arguments], input=text, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
