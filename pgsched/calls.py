@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from functools import partial
 from threading import Event
-from typing import Any, Literal
+from typing import Any, Literal, LiteralString
 from weakref import WeakSet
 
 import psycopg
@@ -47,7 +47,7 @@ OLDEST_SCHEMA, NEWEST_SCHEMA = "0001", "0003"
 """The first migration that brings all that a worker calls, and this package's last one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Task:
     """A claimed task, as a handler gets it.
 
@@ -75,16 +75,16 @@ class Task:
         return self._cancelled[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Claim(Task):
     """One row of claim_task; ``payload`` is text at first: a bad one must not end the batch.
 
-    ``lease_expires_at``: in seconds since 1970, of the server's clock. ``claimed_at``: when the
-    answer came, by time.monotonic().
+    ``waited``: seconds from run_at to the claim. ``claimed_at``: when the answer came, by
+    time.monotonic().
     """
 
     token: str = field(repr=False)
-    lease_expires_at: float
+    waited: float
     contended: int
     claimed_at: float = field(default_factory=time.monotonic, kw_only=True)
 
@@ -102,6 +102,14 @@ class Outcome:
     error: str = ""
     delay: timedelta | None = None
     permanent: bool = False
+
+
+Answer = str | Outcome
+"""What the database said; an outcome: what is to be said instead; refused: not now."""
+
+
+Report = tuple[list[tuple[Outcome, Answer]], Exception | None]
+"""What was answered to each outcome, and what kept the database from being told of the others."""
 
 
 @contextmanager
@@ -254,6 +262,11 @@ def enqueue(
     return int(task_id)
 
 
+def _value(conn: Connection, query: LiteralString, *arguments: Any) -> Any:
+    [(value,)] = conn.execute(query, arguments)
+    return value
+
+
 def claim_task(
     conn: Connection, worker: str, queue: str, lease: timedelta, limit: int
 ) -> list[Claim]:
@@ -262,11 +275,13 @@ def claim_task(
         """
         select c.id, c.queue, c.task_type, c.payload::text, c.priority, c.attempt, c.max_attempts,
                date_part('epoch', c.run_at), date_part('epoch', c.created_at),
-               c.claim_token::text, date_part('epoch', c.lease_expires_at), c.contended
+               c.claim_token::text, date_part('epoch', c.lease_expires_at - %s - c.run_at),
+               c.contended
           from pgsched.claim_task(
                  p_worker => %s, p_queue => %s, p_lease => %s, p_limit => %s::integer) as c
         """,
-        (worker, queue, lease, limit),
+        (lease, worker, queue, lease, limit),
+        binary=True,
     )
     # Times come as seconds since 1970: psycopg reads timestamps in the ISO DateStyle only.
     time_of = partial(datetime.fromtimestamp, tz=UTC)
@@ -275,68 +290,45 @@ def claim_task(
 
 def extend_tasks(conn: Connection, claims: Sequence[Claim], lease: timedelta) -> list[str]:
     """What became of each claim, in the order given: extended, cancel_requested, busy or lost."""
-    rows = conn.execute(
-        """
-        select e.outcome
-          from pgsched.extend_tasks(
-                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_lease => %s) as e
-        """,
-        (*_ids_and_tokens(claims), lease),
-    )
-    return [outcome for (outcome,) in rows.fetchall()]
+    call = "pgsched.extend_tasks(p_ids => %s, p_claim_tokens => %s, p_lease => %s)"
+    return _outcomes(conn, call, claims, lease)
 
 
 def complete_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
     """What became of each claim, in the order given: completed, already, stale, gone or busy."""
-    rows = conn.execute(
-        """
-        select c.outcome
-          from pgsched.complete_tasks(
-                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
-                 p_results => %s::text[]::jsonb[]) as c
-        """,
-        (*_ids_and_tokens([each.claim for each in batch]), [each.result for each in batch]),
-    )
-    return [outcome for (outcome,) in rows.fetchall()]
+    call = "pgsched.complete_tasks(p_ids => %s, p_claim_tokens => %s, p_results => %s::jsonb[])"
+    return _outcomes(conn, call, [each.claim for each in batch], [each.result for each in batch])
 
 
 def fail_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
     """What became of each: queued (for another attempt), failed, cancelled, stale, gone or busy."""
-    rows = conn.execute(
-        """
-        select f.outcome
-          from pgsched.fail_tasks(
-                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[], p_errors => %s::text[],
-                 p_retry_in => %s::interval[], p_permanent => %s::boolean[]) as f
-        """,
-        (
-            *_ids_and_tokens([each.claim for each in batch]),
-            [each.error for each in batch],
-            [each.delay for each in batch],
-            [each.permanent for each in batch],
-        ),
+    call = (
+        "pgsched.fail_tasks(p_ids => %s, p_claim_tokens => %s, p_errors => %s,"
+        " p_retry_in => %s::interval[], p_permanent => %s)"
     )
-    return [outcome for (outcome,) in rows.fetchall()]
+    given = zip(*((each.error, each.delay, each.permanent) for each in batch), strict=True)
+    return _outcomes(conn, call, [each.claim for each in batch], *map(list, given))
 
 
 def release_tasks(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
     """What became of each: queued (due after its delay), cancelled, stale, gone or busy."""
-    rows = conn.execute(
-        """
-        select r.outcome
-          from pgsched.release_tasks(
-                 p_ids => %s::bigint[], p_claim_tokens => %s::uuid[],
-                 p_delay => %s::interval[]) as r
-        """,
-        (*_ids_and_tokens([each.claim for each in batch]), [each.delay for each in batch]),
-    )
-    return [outcome for (outcome,) in rows.fetchall()]
+    call = "pgsched.release_tasks(p_ids => %s, p_claim_tokens => %s, p_delay => %s::interval[])"
+    return _outcomes(conn, call, [each.claim for each in batch], [each.delay for each in batch])
 
 
-def _ids_and_tokens(claims: Sequence[Claim]) -> tuple[str, str]:
-    """As PostgreSQL writes arrays: psycopg would look at each element."""
-    ids, tokens = (str(claim.id) for claim in claims), (claim.token for claim in claims)
-    return f"{{{','.join(ids)}}}", f"{{{','.join(tokens)}}}"
+def tell(conn: Connection, batch: Sequence[Outcome]) -> list[str]:
+    """What became of each claim, by outcomes that are all of one kind."""
+    calls = {"completed": complete_tasks, "failed": fail_tasks, "released": release_tasks}
+    return calls[batch[0].kind](conn, batch)
+
+
+def _outcomes(
+    conn: Connection, call: LiteralString, claims: Sequence[Claim], *more: Any
+) -> list[str]:
+    # Arrays as PostgreSQL writes them: psycopg would look at each element.
+    ids, tokens = ",".join(str(c.id) for c in claims), ",".join(c.token for c in claims)
+    given = f"{{{ids}}}", f"{{{tokens}}}", *more
+    return [outcome for (outcome,) in conn.execute(f"select o.outcome from {call} as o", given)]
 
 
 def hold_task(conn: Connection, claim: Claim) -> None:
@@ -365,20 +357,18 @@ def reap_stale(conn: Connection, limit: int) -> list[tuple[int, str]]:
 
 def prune_finished(conn: Connection, limit: int) -> int:
     """How many finished tasks were deleted since their queues keep them no longer."""
-    [(deleted,)] = conn.execute("select pgsched.prune_finished(p_limit => %s::integer)", (limit,))
-    return int(deleted)
+    return int(_value(conn, "select pgsched.prune_finished(p_limit => %s::integer)", limit))
 
 
 def register_worker(
     conn: Connection, name: str, queues: Sequence[str], slots: int, presence: bool
 ) -> int:
     """Id of the worker's row; repeated about every minute, and when ``presence`` changed."""
-    [(worker_id,)] = conn.execute(
+    text: LiteralString = (
         "select pgsched.register_worker(p_name => %s, p_queues => %s::text[],"
-        " p_slots => %s::integer, p_presence => %s)",
-        (name, list(queues), slots, presence),
+        " p_slots => %s::integer, p_presence => %s)"
     )
-    return int(worker_id)
+    return int(_value(conn, text, name, list(queues), slots, presence))
 
 
 def hold_presence(conn: Connection, worker_id: int) -> None:
@@ -402,28 +392,19 @@ def register_listener(conn: Connection, worker_id: int, queues: Sequence[str]) -
 
 def listen(conn: Connection, queue: str) -> str:
     """Listen for new tasks of a queue; returns the channel."""
-    [(channel,)] = conn.execute("select pgsched.notify_channel(p_queue => %s)", (queue,))
+    channel = str(_value(conn, "select pgsched.notify_channel(p_queue => %s)", queue))
     conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
-    return str(channel)
+    return channel
 
 
 def is_pooled(conn: Connection) -> bool:
     """Whether a pooler sits between: statements may run in another session than they seem to."""
-    [(pid,)] = conn.execute("select pg_backend_pid()")
-    return bool(pid != conn.info.backend_pid)
-
-
-def queue_stats(conn: Connection) -> list[Document]:
-    """One for each queue that has settings, live tasks or dead letters. Counts stop at 10,000."""
-    rows = conn.execute(
-        "select pg_catalog.to_json(s), date_part('epoch', s.oldest_due_age)"
-        " from pgsched.queue_stats() as s"
-    )
-    return [queue | {"oldest_due_age": age} for queue, age in rows]
+    return bool(_value(conn, "select pg_backend_pid()") != conn.info.backend_pid)
 
 
 def database_stats(conn: Connection) -> DatabaseStats:
-    """By one statement."""
+    """By one statement. Queues: those that have settings, live tasks or dead letters; counts stop
+    at 10,000."""
     rows = conn.execute(
         """
         select pg_catalog.to_json(v), date_part('epoch', v.oldest_snapshot_age),
@@ -444,8 +425,7 @@ def limit_statements(conn: Connection) -> None:
 
 def schema_version(conn: Connection) -> str:
     """Number of the newest migration in the database."""
-    [(version,)] = conn.execute("select pgsched.schema_version()")
-    return str(version)
+    return str(_value(conn, "select pgsched.schema_version()"))
 
 
 def get_task(conn: Connection, task_id: int) -> tuple[Document, str, str | None]:
@@ -492,8 +472,7 @@ def diagnose(conn: Connection) -> list[Document]:
 
 def cancel_task(conn: Connection, task_id: int) -> str:
     """cancelled, requested (it is running) or finished (it had ended already)."""
-    [(outcome,)] = conn.execute("select pgsched.cancel_task(p_id => %s::bigint)", (task_id,))
-    return str(outcome)
+    return str(_value(conn, "select pgsched.cancel_task(p_id => %s::bigint)", task_id))
 
 
 def retry_task(conn: Connection, task_id: int) -> str:
@@ -528,10 +507,9 @@ def revoke_access(conn: Connection, role: str, kind: str) -> None:
 
 
 RIGHTS = """
-select quote_literal(current_user), has_schema_privilege(n.oid, 'usage'),
-       array(select p.proname::text
-               from pg_proc as p
-              where p.pronamespace = n.oid and has_function_privilege(p.oid, 'execute'))
+select quote_literal(current_user), has_schema_privilege(n.oid, 'usage'), array(
+       select p.proname::text from pg_proc as p
+        where p.pronamespace = n.oid and has_function_privilege(p.oid, 'execute'))
   from (select to_regnamespace('pgsched')) as n (oid)
 """
 """By the catalog: whose rights are in question may be unable to call any function of pgsched."""

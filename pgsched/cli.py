@@ -225,11 +225,10 @@ def status_command(dsn: str) -> None:
     """Show the queues: what waits, runs and failed."""
     with calls.connect(dsn) as connection:
         version = calls.schema_version(connection)
-        queues = calls.queue_stats(connection)
+        _, queues = calls.database_stats(connection)
     head = f"schema {version}, {len(queues)} queue{'' if len(queues) == 1 else 's'}"
-    lines = [head, *top.queue_table(queues, WIDE)]
-    if not queues:
-        lines = [f"{head}: none has tasks that are live or failed for good, or settings of its own"]
+    none = f"{head}: none has tasks that are live or failed for good, or settings of its own"
+    lines = [head, *top.queue_table(queues, WIDE)] if queues else [none]
     _print({"schema": version, "queues": queues}, lines)
 
 

@@ -324,7 +324,7 @@ async def run_coroutine(claim: Claim, handler: Handler) -> Outcome:
 def _task(claim: Claim) -> Task:
     try:
         # A copy would take longer.
-        object.__setattr__(claim, "payload", json.loads(claim.payload))
+        claim.payload = json.loads(claim.payload)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"Python cannot read the payload: {error}") from error
     return claim

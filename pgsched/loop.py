@@ -4,27 +4,25 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from queue import Empty
-from typing import TypeVar
 
 import psycopg
 
 from pgsched import calls
-from pgsched.calls import NEWEST_SCHEMA, OLDEST_SCHEMA, Claim, Connection, Outcome
+from pgsched.calls import NEWEST_SCHEMA, OLDEST_SCHEMA, Claim, Connection, Outcome, Report
 from pgsched.direct import Listener, Presence, backoff
 from pgsched.errors import PgschedError, SchemaError
 from pgsched.handlers import Executor, Handler, elsewhere, error_text, soon
 from pgsched.metrics import Metrics, Timed
+from pgsched.reporter import BATCH, USELESS, Reporter, batches, first_line, is_of
 from pgsched.transactions import Transactions
 from pgsched.worker import Inbox, Worker
 
-BATCH = 100
-"""Most tasks of one claim, completion or reap: bounds how long each transaction is."""
 PREFETCH = 1000
 PREFETCH_SECONDS = 0.05
 """Claimed beyond the free slots: what will begin within this time at the present rate, at most so
@@ -46,19 +44,11 @@ IDLE_SECONDS, BUSY_SECONDS = 1.0, 5.0
 """After so long idle, the worker says that it listens; after so long busy, that it does not."""
 RETRY_SECONDS = 5.0
 """At most before what failed is tried again; less where leases are short."""
-LOCKED_SECONDS = 0.05
-"""Wait before an outcome whose row another transaction had locked is reported again."""
-REFUSED_SECONDS = 1.0
-"""Wait before an outcome that the database refused for now is reported again."""
+REST_SECONDS = {"busy": 0.05}
+"""Wait before an outcome is reported again, by the answer that it got. Busy: another transaction
+had its row locked. All others: a second."""
 IN_TOUCH_SECONDS = 15.0
 """After so long without a turn, the database, or this process, is taken for stuck."""
-
-REFUSED = ("22", "23", "54", "P0", "TS")
-"""Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
-USELESS = ("08", "25", "57P")
-"""Classes of SQLSTATE that a new connection may cure: it is broken, or its server read-only."""
-NOTHING_GOES = ("08", "25", "40", "42", "53", "57P", "58")
-"""Classes of SQLSTATE that say no to whatever is asked now; any other is about what was asked."""
 
 SETTLED = {
     "completed": {"completed": "completed", "already": "completed"},
@@ -66,8 +56,6 @@ SETTLED = {
     "released": {"queued": "released", "cancelled": "cancelled"},
 }
 """By kind of outcome: what the database answers when the claim is over by it, as it is counted."""
-
-T = TypeVar("T")
 
 log = logging.getLogger("pgsched")
 
@@ -78,7 +66,7 @@ class Step:
 
     act: Callable[[Connection], float]
     """Does it, and says when next."""
-    wanted: Callable[[], bool]
+    wanted: Callable[[], object]
     at: float
     failures: int = 0
 
@@ -122,6 +110,10 @@ class Loop:
         # From claim_task's answer until the database accepted the outcome.
         self._held: dict[Claim, None] = {}
         self._unreported: dict[Claim, Outcome] = {}
+        # Of these, what the reporter is at, and what kept it from telling the last ones.
+        self._reporting: Sequence[Outcome] = ()
+        self._report_error: Exception | None = None
+        self._reporter = Reporter(settings.dsn, self.name, self.metrics.flush, self.inbox.put)
         self._worker_id: int | None = None
         self._warn_once = lru_cache(log.warning)
         now = time.monotonic()
@@ -138,15 +130,16 @@ class Loop:
         self._served_turn = 0.0
         weights = settings.queues if isinstance(settings.queues, Mapping) else {}
         self._shares = {queue: Share(weights.get(queue, 1), now) for queue in settings.queues}
-        self._extension = Step(self._extend, lambda: bool(self._held), now + settings.lease / 3)
+        self._extension = Step(self._extend, lambda: self._held, now + settings.lease / 3)
         self._registration = Step(self._register, lambda: True, now)
+        self._reports = Step(self._report, lambda: self._unreported and not self._reporting, now)
         self._claiming = Step(self._claim, lambda: self._free() > 0 and not self._stopping, now)
         # The most urgent first.
         self._steps = (
             self._extension,
-            Step(self._time_out, lambda: bool(self._executor.deadlines), now),
-            Step(self._give_back, lambda: bool(self._executor.waiting) and not self.drain, now),
-            Step(self._report, lambda: bool(self._unreported), now),
+            Step(self._time_out, lambda: self._executor.deadlines, now),
+            Step(self._give_back, lambda: self._executor.waiting and not self.drain, now),
+            self._reports,
             self._registration,
             Step(self._announce, lambda: not self._stopping, now),
             Step(self._reap, lambda: True, now + REAP_SECONDS * random.random()),
@@ -189,12 +182,13 @@ class Loop:
                 wait = self._turn(connection)
                 failures, self._in_touch_at = 0, time.monotonic()
             except PgschedError:
+                self._reporter.tell([])
                 self._executor.close()
                 raise
             except Exception as error:
                 wait = backoff(failures, self._longest_wait)
                 failures, self._in_touch_at = failures + 1, -math.inf
-                text, unexpected = _first_line(error), not isinstance(error, psycopg.Error)
+                text, unexpected = first_line(error), not isinstance(error, psycopg.Error)
                 log.warning("database: error=%r retry_in=%.1fs", text, wait, exc_info=unexpected)
                 if connection is not None:
                     self.metrics.reconnects(1)
@@ -213,6 +207,7 @@ class Loop:
         for direct in (self._listener, self._presence):
             if direct is not None:
                 direct.close()
+        self._reporter.tell([])
         self._executor.close()
         log.info("stopped: worker=%s", self.name)
 
@@ -243,13 +238,13 @@ class Loop:
                 step.at = step.act(connection)
                 step.failures = 0
             except psycopg.Error as error:
-                if connection.closed or _is(error, USELESS):
+                if connection.closed or is_of(error, USELESS):
                     raise
                 wait = backoff(step.failures, self._longest_wait)
                 step.at = time.monotonic() + wait
                 step.failures += 1
                 name = step.act.__name__.strip("_")
-                log.warning("%s: error=%r retry_in=%.1fs", name, _first_line(error), wait)
+                log.warning("%s: error=%r retry_in=%.1fs", name, first_line(error), wait)
         return max(0.0, min(s.at for s in self._steps if s.wanted()) - time.monotonic())
 
     def _all_empty(self) -> bool:
@@ -278,6 +273,8 @@ class Loop:
                 if isinstance(message, Outcome):
                     self._ended += 1
                     self._take(message)
+                elif isinstance(message, tuple):
+                    self._reported(message)
                 elif message is None:
                     self._stopping = True
                 elif isinstance(message, bool):
@@ -367,75 +364,45 @@ class Loop:
         return now + IDLE_SECONDS / 2
 
     def _report(self, connection: Connection) -> float:
-        """Tell the database how claims ended. What it has not accepted stays unreported."""
-        rest = 0.0
-        for kind, endings in SETTLED.items():
-            for batch in _batches([o for o in self._unreported.values() if o.kind == kind]):
-                for outcome, answer in zip(batch, self._send(connection, batch), strict=True):
-                    if answer in endings:
-                        self._settle(outcome.claim, endings[answer])
-                    elif answer in ("stale", "gone"):
-                        self._lose(outcome.claim)
-                    elif answer == "busy":
-                        rest = max(rest, LOCKED_SECONDS)
-                    elif answer == "refused":
-                        rest = REFUSED_SECONDS
-        return time.monotonic() + rest
+        """Have the reporter tell the database how claims ended; `_reported` hears of it."""
+        if error := self._report_error:
+            self._report_error = None
+            raise error
+        self._reporting = list(self._unreported.values())
+        self._reporter.tell(self._reporting)
+        return time.monotonic()
 
-    def _send(self, connection: Connection, batch: Sequence[Outcome]) -> Sequence[str]:
-        """What became of each; an outcome that is refused alone is found by halving the batch."""
-        if time.monotonic() >= self._extension.at:
-            return ["busy"] * len(batch)
-        try:
-            with Timed(self.metrics.flush):
-                return tell(connection, batch)
-        except psycopg.Error as error:
-            if connection.closed or _is(error, NOTHING_GOES):
-                raise
-            if half := len(batch) // 2:
-                first, second = batch[:half], batch[half:]
-                return [*self._send(connection, first), *self._send(connection, second)]
-            [outcome] = batch
-            if not _is(error, REFUSED):
-                log.warning("not accepted: task=%d error=%r", outcome.claim.id, _first_line(error))
-                return ["refused"]
-            self._simplify(outcome, error)
-            return ["simplified"]
-
-    def _simplify(self, outcome: Outcome, refusal: psycopg.Error) -> None:
-        """Say less, at once, when the database refused what was said."""
-        claim, error = outcome.claim, outcome.error
-        if outcome.kind == "completed":
-            # A result that jsonb cannot hold: a NUL, too deep.
-            error = f"result refused: {error_text(refusal)}"
-        elif outcome.delay is not None:
-            error = f"delay {outcome.delay} refused: {error_text(refusal)}"
-        elif not error.isascii():
-            # Not every database's encoding has every character.
-            error = error.encode("ascii", "backslashreplace").decode()
-        else:
-            log.error("left to its lease: task=%d error=%r", claim.id, error_text(refusal))
-            self._lose(claim)
-            return
-        simple = replace(outcome, kind="failed", result=None, error=error, delay=None)
-        self._unreported[claim] = simple
+    def _reported(self, report: Report) -> None:
+        """What the database has not accepted stays unreported."""
+        rest, (answers, error) = 0.0, report
+        for outcome, answer in answers:
+            if isinstance(answer, Outcome):
+                self._unreported[outcome.claim] = answer
+            elif how := SETTLED[outcome.kind].get(answer):
+                self._settle(outcome.claim, how)
+            elif answer in ("stale", "gone"):
+                self._lose(outcome.claim)
+            else:
+                rest = max(rest, REST_SECONDS.get(answer, 1.0))
+        self._reporting, self._report_error = (), error
+        self._reports.at = time.monotonic() + rest
 
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
         rest = self.settings.lease / 3
-        in_transactions = self._transactions.held
-        claims = [each for each in self._held if each not in in_transactions]
-        for batch in _batches(claims):
+        reporting = {outcome.claim for outcome in self._reporting}
+        claims = [each for each in self._held if each not in self._transactions.held]
+        for batch in batches(claims):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):
-                if answer == "lost":
+                cancels = answer == "cancel_requested" and not claim.cancelled.is_set()
+                # By its report, which is under way, the claim ends, too.
+                if answer == "lost" and claim not in reporting:
                     self._lose(claim)
                 elif answer == "busy":
                     rest = min(1.0, self.settings.lease / 10)
-                elif answer == "cancel_requested":
-                    unbegun = not claim.cancelled.is_set() and self._executor.cancel(claim)
-                    if unbegun:
-                        self._unreported[claim] = Outcome(claim, "released")
+                elif cancels and self._executor.cancel(claim):
+                    self._unreported[claim] = Outcome(claim, "released")
         return time.monotonic() + rest
 
     def _reap(self, connection: Connection) -> float:
@@ -491,16 +458,14 @@ class Loop:
         self._held.update(dict.fromkeys(claims))
         for claim in claims:
             if claim.task_type not in self.handlers:
-                text = "no handler, left to other workers: task_type=%s"
-                self._warn_once(text, claim.task_type)
+                self._warn_once("no handler, left to other workers: task_type=%s", claim.task_type)
                 self._unreported[claim] = elsewhere(claim)
         self._executor.start([each for each in claims if each.task_type in self.handlers])
 
     def _settle(self, claim: Claim, how: str) -> None:
         """The claim is over, and counted."""
         if how == "completed":
-            latency = self.metrics.since_due(claim)
-            self.metrics.latency(latency, claim.queue, claim.task_type)
+            self.metrics.latency(self.metrics.since_due(claim), claim.queue, claim.task_type)
         del self._held[claim]
         self._unreported.pop(claim, None)
         if self.drain and not self._held:
@@ -536,25 +501,3 @@ def _check_schema(version: str) -> None:
         raise SchemaError(f"schema pgsched is at {version}, {known}: run pgsched migrate")
     if version > NEWEST_SCHEMA:
         log.info("schema pgsched is at %s, %s", version, known)
-
-
-def tell(connection: Connection, batch: Sequence[Outcome]) -> list[str]:
-    """Tell the database of outcomes that are all of one kind; returns what it answers to each."""
-    if batch[0].kind == "completed":
-        return calls.complete_tasks(connection, batch)
-    if batch[0].kind == "released":
-        return calls.release_tasks(connection, batch)
-    return calls.fail_tasks(connection, batch)
-
-
-def _first_line(error: BaseException) -> str:
-    return error_text(error).partition("\n")[0]
-
-
-def _is(error: psycopg.Error, classes: tuple[str, ...]) -> bool:
-    return (error.sqlstate or "08").startswith(classes)
-
-
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), BATCH):
-        yield items[start : start + BATCH]

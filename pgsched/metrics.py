@@ -69,9 +69,8 @@ class Metrics:
     handler for, and the outcomes named here.
     """
 
-    def __init__(self, lease: float) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._lease = lease
         self._tell_once = lru_cache(log.error)
         self._begun: set[tuple[str, str]] = set()
         of_task = partial(self._new, Histogram, ["queue", "task_type"], buckets=TASK_BUCKETS)
@@ -124,8 +123,7 @@ class Metrics:
 
     def since_due(self, claim: Claim) -> float:
         """run_at to now: by the server's clock until the claim, by this machine's from there on."""
-        waited = claim.lease_expires_at - self._lease - claim.run_at.timestamp()
-        return max(0.0, waited) + time.monotonic() - claim.claimed_at
+        return claim.waited + time.monotonic() - claim.claimed_at
 
     def handling(self, claim: Claim) -> Timed:
         """The handler of the claim begins now, and runs meanwhile."""

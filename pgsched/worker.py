@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from pgsched.calls import Claim, Outcome, claim_task, dsn_parameters, plain, translated
+from pgsched import calls
+from pgsched.calls import Claim, Outcome, Report, dsn_parameters, plain, translated
 from pgsched.errors import InvalidArgument
 from pgsched.handlers import Handler, call, elsewhere, run_coroutine, run_function, spawn
 from pgsched.transactions import all_or_nothing
@@ -31,10 +32,10 @@ from pgsched.transactions import all_or_nothing
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-Inbox = SimpleQueue[Outcome | str | bool | None]
-"""What other threads and signal handlers tell the loop: how a handler ended; a queue that has new
-tasks; whether the worker's presence is held; None: stop. Its put never deadlocks, as the lock of an
-Event does when a signal comes at the wrong moment."""
+Inbox = SimpleQueue[Outcome | Report | str | bool | None]
+"""What other threads and signal handlers tell the loop: how a handler ended; what the database said
+to that; a queue that has new tasks; whether the worker's presence is held; None: stop. Its put
+never deadlocks, as the lock of an Event does when a signal comes at the wrong moment."""
 
 Ended = tuple[int, str]
 
@@ -174,7 +175,7 @@ class Worker:
 
         host = re.sub(r"[^!-~]", "?", socket.gethostname())[:28]
         name = f"{host}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        metrics = Metrics(self.lease)
+        metrics = Metrics()
         if self.db_metrics:
             metrics.registry.register(Database(self.dsn, name))
         loop = Loop(self, name, self._handlers, metrics, self._inbox, drain=drain)
@@ -203,20 +204,20 @@ class Worker:
         Returns the id of each task that ran, and how that ended: completed, retried, failed,
         cancelled or released (snoozed, or without a handler).
         """
-        from pgsched.loop import SETTLED, tell
+        from pgsched.loop import SETTLED
 
         self.__post_init__()
         lease = timedelta(seconds=self.lease)
         ended: list[Ended] = []
         while limit is None or len(ended) < limit:
             with plain(conn), translated():
-                claims = (claim_task(conn, "run_due", queue, lease, 1) for queue in self.queues)
+                claims = (calls.claim_task(conn, "run_due", q, lease, 1) for q in self.queues)
                 claim = next(chain.from_iterable(claims), None)
             if claim is None:
                 return ended
             outcome = self._run_here(conn, claim)
             with plain(conn), translated():
-                [answer] = tell(conn, [outcome])
+                [answer] = calls.tell(conn, [outcome])
             ended.append((claim.id, SETTLED[outcome.kind].get(answer, answer)))
         return ended
 

@@ -331,7 +331,7 @@ def test_every_metric_is_documented_and_the_reverse(conn: psycopg.Connection) ->
         (row["Metric"].strip("`"), row["Type"], *code(row["Labels"]))
         for row in table(prose(METRICS), "Metric")
     }
-    own = cast("Any", metrics.Metrics(1).registry)._collector_to_names
+    own = cast("Any", metrics.Metrics().registry)._collector_to_names
     of_database = of_a_queue(conn)
     there = set()
     for metric, labels in [

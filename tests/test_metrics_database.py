@@ -244,7 +244,7 @@ def test_a_server_that_says_nothing_delays_no_scrape_for_long(
 ) -> None:
     """Also when another scrape waits for it already. It takes 10 seconds to be given up."""
     monkeypatch.setattr(metrics, "ANSWER_SECONDS", 0.5)
-    page = metrics.Metrics(30)
+    page = metrics.Metrics()
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(10) as threads:
         dsn = f"host=127.0.0.1 port={silent.getsockname()[1]} sslmode=disable"
         page.registry.register(metrics.Database(dsn, "test"))

@@ -448,7 +448,7 @@ def test_the_driver_reads_times_whatever_style_the_database_writes(
     with calls.connect(dsn, application_name="test") as styled:
         enqueue(styled, "see", queue="left", delay=delay)
         conn.execute("update pgsched.scheduled_tasks set run_at = run_at - 2 * %s", [delay])
-        [stats] = calls.queue_stats(styled)
+        _, [stats] = calls.database_stats(styled)
         age = timedelta(seconds=stats["oldest_due_age"])
         assert delay - timedelta(minutes=1) < age < delay + timedelta(minutes=1)
         see, retried = enqueue(styled, "see"), enqueue(styled, "retry")

@@ -141,7 +141,8 @@ def test_multiprocessing_may_fork(dsn: str, conn: psycopg.Connection, tmp_path: 
             return results
 
     with running(worker):
-        wait_until(lambda: len(sessions(conn)) == 3)
+        wait_for(conn, enqueue(conn, "fork"), "completed")
+        wait_until(lambda: len(sessions(conn)) == 4)
         before = sessions(conn)
         forks = [enqueue(conn, "fork") for _ in range(3)]
         pools = [enqueue(conn, "pool") for _ in range(2)]

@@ -39,12 +39,14 @@ def record_calls(recorder: Recorder) -> None:
         function: str,
         call: str,
         args: Callable[..., dict[str, Any]],
-        shown: Callable[[Any], Any] = lambda result: result,
+        shown: Callable[..., Any] = lambda result, *_: result,
     ) -> None:
         real = getattr(calls, function)
 
         def recorded(conn: Connection, *rest: Any) -> Any:
-            return recorder.call(call, args(*rest), lambda _: real(conn, *rest), shown)
+            return recorder.call(
+                call, args(*rest), lambda _: real(conn, *rest), lambda result: shown(result, *rest)
+            )
 
         setattr(calls, function, recorded)
 
@@ -58,13 +60,15 @@ def record_calls(recorder: Recorder) -> None:
     def delays(batch: Sequence[Outcome]) -> list[float | None]:
         return [None if each.delay is None else each.delay.total_seconds() for each in batch]
 
-    def claimed(claims: Sequence[Claim]) -> list[list[Any]]:
+    def claimed(
+        claims: Sequence[Claim], worker: str, queue: str, lease: timedelta, limit: int
+    ) -> list[list[Any]]:
         return [
             [
                 *(claim.id, UUID(claim.token).hex, claim.attempt, claim.max_attempts),
-                *(claim.run_at.timestamp(), claim.lease_expires_at),
+                *(due, due + claim.waited + lease.total_seconds()),
             ]
-            for claim in claims
+            for claim, due in ((claim, claim.run_at.timestamp()) for claim in claims)
         ]
 
     record(
