@@ -130,7 +130,7 @@ def test_the_workload_passes(dsn: str, tmp_path: Path) -> None:
                 (mutants.BATCH_LOCK_WITHOUT_TOKEN, mutants.BATCH_FAILURE_WITHOUT_TOKEN, "stale"),
                 (mutants.BATCH_LOCK_WITHOUT_TOKEN, mutants.BATCH_RELEASE_WITHOUT_TOKEN, "stale"),
                 (mutants.EXTENSION_WITHOUT_TOKEN, "stale"),
-                (mutants.BATCH_COMPLETION_WITHOUT_TOKEN, "lost"),
+                (mutants.BATCH_COMPLETION_WITHOUT_TOKEN, "stale"),
                 (REAP_FOR_GOOD, "attempts left"),
                 (PERMANENT_FAILURE_TRIED_AGAIN, "attempts left"),
                 (KEY_OF_WHAT_HAS_ENDED, "key"),
