@@ -108,8 +108,8 @@ Answer = str | Outcome
 """What the database said; an outcome: what is to be said instead; refused: not now."""
 
 
-Report = tuple[list[tuple[Outcome, Answer]], Exception | None]
-"""What was answered to each outcome, and what kept the database from being told of the others."""
+Report = list[tuple[Outcome, Answer]]
+"""What was answered to outcomes, without those that the database could not be told of."""
 
 
 @contextmanager

@@ -110,24 +110,21 @@ class Loop:
         # From claim_task's answer until the database accepted the outcome.
         self._held: dict[Claim, None] = {}
         self._unreported: dict[Claim, Outcome] = {}
-        # Of these, what the reporter is at, and what kept it from telling the last ones.
+        # Of these, what the reporter is at.
         self._reporting: Sequence[Outcome] = ()
-        self._report_error: Exception | None = None
-        self._reporter = Reporter(settings.dsn, self.name, self.metrics.flush, self.inbox.put)
+        self._reporter = Reporter(settings.dsn, self.name, self.metrics, self.inbox)
         self._worker_id: int | None = None
         self._warn_once = lru_cache(log.warning)
         now = time.monotonic()
-        self._rate = 0.0
-        self._ended, self._measured_at = 0, now
+        self._rate, self._ended, self._measured_at = 0.0, 0, now
         self._in_touch_at = -math.inf
         self._direct_dsn = settings.dsn if settings.listen_dsn is None else settings.listen_dsn
         self._listener: Listener | None = None
         self._announced: bool | None = None
         self._presence: Presence | None = None
         self._present: bool | None = None
-        self._claims_at = now
+        self._claims_at, self._served_turn = now, 0.0
         self._idle, self._idle_changed_at = False, now
-        self._served_turn = 0.0
         weights = settings.queues if isinstance(settings.queues, Mapping) else {}
         self._shares = {queue: Share(weights.get(queue, 1), now) for queue in settings.queues}
         self._extension = Step(self._extend, lambda: self._held, now + settings.lease / 3)
@@ -182,8 +179,7 @@ class Loop:
                 wait = self._turn(connection)
                 failures, self._in_touch_at = 0, time.monotonic()
             except PgschedError:
-                self._reporter.tell([])
-                self._executor.close()
+                self._close()
                 raise
             except Exception as error:
                 wait = backoff(failures, self._longest_wait)
@@ -204,12 +200,13 @@ class Loop:
             log.warning("left to their leases: tasks=%s", ids)
         if connection is not None:
             self._sign_off(connection)
-        for direct in (self._listener, self._presence):
-            if direct is not None:
-                direct.close()
-        self._reporter.tell([])
-        self._executor.close()
+        self._close()
         log.info("stopped: worker=%s", self.name)
+
+    def _close(self) -> None:
+        for each in (self._listener, self._presence, self._reporter, self._executor):
+            if each is not None:
+                each.close()
 
     def _connect(self) -> Connection:
         connection = calls.connect(self.settings.dsn, application_name=f"pgsched {self.name}")
@@ -273,7 +270,7 @@ class Loop:
                 if isinstance(message, Outcome):
                     self._ended += 1
                     self._take(message)
-                elif isinstance(message, tuple):
+                elif isinstance(message, list):
                     self._reported(message)
                 elif message is None:
                     self._stopping = True
@@ -365,17 +362,14 @@ class Loop:
 
     def _report(self, connection: Connection) -> float:
         """Have the reporter tell the database how claims ended; `_reported` hears of it."""
-        if error := self._report_error:
-            self._report_error = None
-            raise error
         self._reporting = list(self._unreported.values())
         self._reporter.tell(self._reporting)
         return time.monotonic()
 
     def _reported(self, report: Report) -> None:
         """What the database has not accepted stays unreported."""
-        rest, (answers, error) = 0.0, report
-        for outcome, answer in answers:
+        rest = 0.0
+        for outcome, answer in report:
             if isinstance(answer, Outcome):
                 self._unreported[outcome.claim] = answer
             elif how := SETTLED[outcome.kind].get(answer):
@@ -384,7 +378,7 @@ class Loop:
                 self._lose(outcome.claim)
             else:
                 rest = max(rest, REST_SECONDS.get(answer, 1.0))
-        self._reporting, self._report_error = (), error
+        self._reporting = ()
         self._reports.at = time.monotonic() + rest
 
     def _extend(self, connection: Connection) -> float:

@@ -1,7 +1,8 @@
 """Tells the database how claims ended, in a thread and over a connection of its own."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from queue import SimpleQueue
@@ -11,8 +12,10 @@ import psycopg
 
 from pgsched import calls
 from pgsched.calls import Answer, Connection, Outcome, Report
+from pgsched.direct import RETRY_SECONDS, backoff
 from pgsched.handlers import error_text, spawn
-from pgsched.metrics import Record, Timed
+from pgsched.metrics import Metrics, Timed
+from pgsched.worker import Inbox
 
 BATCH = 100
 """Most tasks of one claim, completion or reap: bounds how long each transaction is."""
@@ -29,38 +32,48 @@ log = logging.getLogger("pgsched")
 
 class Reporter:
     """Reports while the loop claims, since a commit waits for the disk, and an answer for the
-    server. ``heard`` is called with the Report of each call of ``tell``, in the thread."""
+    server. Puts a Report in ``inbox`` for each call of ``tell``, however that went."""
 
-    def __init__(self, dsn: str, name: str, flush: Record, heard: Callable[[Report], None]) -> None:
-        self._dsn, self._name, self._flush, self._heard = dsn, name, flush, heard
+    def __init__(self, dsn: str, name: str, metrics: Metrics, inbox: Inbox) -> None:
+        self._dsn, self._name, self._metrics, self._inbox = dsn, name, metrics, inbox
         self._work: SimpleQueue[Sequence[Outcome]] = SimpleQueue()
-        spawn(self._run, "pgsched-reporter")
+        self._thread = spawn(self._run, "pgsched-reporter")
 
     def tell(self, outcomes: Sequence[Outcome]) -> None:
-        """Report these; with none, it ends."""
+        """Report these, at least one."""
         self._work.put(outcomes)
 
+    def close(self) -> None:
+        """End it, at once unless it is just waiting for an answer."""
+        self._work.put(())
+        self._thread.join(1.0)
+
     def _run(self) -> None:
-        outcomes, name = self._work.get(), f"pgsched {self._name} reporter"
+        outcomes, name, failures = self._work.get(), f"pgsched {self._name} reporter", 0
         while outcomes:
-            answers: list[tuple[Outcome, Answer]] = []
+            report: Report = []
             try:
                 with calls.connect(self._dsn, application_name=name) as connection:
                     while outcomes:
-                        answers = []
+                        report = []
                         for kind in ("completed", "failed", "released"):
                             for batch in batches([each for each in outcomes if each.kind == kind]):
-                                answers += zip(batch, self._send(connection, batch), strict=True)
-                        self._heard((answers, None))
-                        outcomes = self._work.get()
+                                report += zip(batch, self._send(connection, batch), strict=True)
+                        self._inbox.put(report)
+                        outcomes, failures = self._work.get(), 0
             except Exception as error:
-                self._heard((answers, error))
-                outcomes = self._work.get()
+                text, wait = first_line(error), backoff(failures, RETRY_SECONDS)
+                unexpected = not isinstance(error, psycopg.Error)
+                log.warning("report: error=%r retry_in=%.1fs", text, wait, exc_info=unexpected)
+                self._metrics.reconnects(1)
+                self._inbox.put(report)
+                time.sleep(wait)
+                outcomes, failures = self._work.get(), failures + 1
 
     def _send(self, connection: Connection, batch: Sequence[Outcome]) -> Sequence[Answer]:
         """What became of each; an outcome that is refused alone is found by halving the batch."""
         try:
-            with Timed(self._flush):
+            with Timed(self._metrics.flush):
                 return calls.tell(connection, batch)
         except psycopg.Error as error:
             if connection.closed or is_of(error, NOTHING_GOES):
@@ -77,16 +90,12 @@ class Reporter:
 
 def _simpler(outcome: Outcome, refusal: psycopg.Error) -> Answer:
     """What says less, when the database refused what was said; nothing less: the claim is gone."""
-    error = outcome.error
-    if outcome.kind == "completed":
-        # A result that jsonb cannot hold: a NUL, too deep.
-        error = f"result refused: {error_text(refusal)}"
-    elif outcome.delay is not None:
-        error = f"delay {outcome.delay} refused: {error_text(refusal)}"
-    elif not error.isascii():
-        # Not every database's encoding has every character.
-        error = error.encode("ascii", "backslashreplace").decode()
-    else:
+    # A result that jsonb cannot hold: a NUL, too deep.
+    what = "result" if outcome.kind == "completed" else outcome.delay and f"delay {outcome.delay}"
+    # Not every database's encoding has every character.
+    ascii_only = outcome.error.encode("ascii", "backslashreplace").decode()
+    error = f"{what} refused: {error_text(refusal)}" if what else ascii_only
+    if error == outcome.error:
         log.error("left to its lease: task=%d error=%r", outcome.claim.id, error_text(refusal))
         return "gone"
     return replace(outcome, kind="failed", result=None, error=error, delay=None)

@@ -111,7 +111,10 @@ def test_a_connection_that_broke_is_made_anew(worker: Worker, conn: psycopg.Conn
 
 
 def test_a_connection_that_cannot_be_had_is_waited_for(
-    worker: Worker, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    worker: Worker,
+    conn: psycopg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries: list[str] = []
     connect = calls.connect
@@ -128,8 +131,14 @@ def test_a_connection_that_cannot_be_had_is_waited_for(
     worker.task("count")(lambda task: began.append(task.id))
     task_id = enqueue(conn, "count")
     with running(worker):
+        wait_until(lambda: tries)
+        main = sessions(conn)
         assert wait_for(conn, task_id, "completed").attempt == 1
+        # Nothing else was given up for it.
+        assert set(main) <= set(sessions(conn))
     assert (began, len(tries)) == ([task_id], 4)
+    assert len([each for each in caplog.messages if each.startswith("report: error=")]) == 3
+    assert sessions(conn) == []
 
 
 def test_what_was_told_before_the_connection_broke_is_not_told_again(
