@@ -438,14 +438,16 @@ def test_no_task_is_missed_while_marks_move_all_the_time(connect: Connect) -> No
 
 
 def used(conn: psycopg.Connection) -> int:
-    """Buffers that a claim touches."""
-    with conn.transaction(force_rollback=True):
-        [([plan],)] = conn.execute(
-            "explain (analyze, buffers, format json) select * from pgsched.claim_task('w')"
-        )
-    buffers = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
-    assert isinstance(buffers, int)
-    return buffers
+    """Buffers that a claim touches. One in 16 counts, and touches more: of three the least."""
+
+    def once() -> int:
+        with conn.transaction(force_rollback=True):
+            [([plan],)] = conn.execute(
+                "explain (analyze, buffers, format json) select * from pgsched.claim_task('w')"
+            )
+        return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
+
+    return min(once() for _ in range(3))
 
 
 def writes(conn: psycopg.Connection) -> bool:
@@ -459,8 +461,6 @@ def writes(conn: psycopg.Connection) -> bool:
 
 def test_an_old_snapshot_makes_no_claim_read_what_is_dead(connect: Connect) -> None:
     conn, reader = connect(), connect()
-    conn.execute("select setseed(0.5)")
-    used(conn)
     fresh = used(conn)
     with reader.transaction():
         reader.execute("set transaction isolation level repeatable read")

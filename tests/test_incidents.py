@@ -426,7 +426,7 @@ def test_a_full_lock_table_loses_nothing_and_whoever_fills_it_is_found(
         taken = take_locks(hog, spare=20)
         assert taken >= 10 * 20 - 20  # what there is room for at least
         add_tasks(conn, 50)
-        wait_until(lambda: "error='OutOfMemory" in logged(caplog))
+        wait_until(lambda: "claim: error='OutOfMemory" in logged(caplog))
         says(logged(caplog), log)
         output = place.shell(who)
         says(output, locks)
