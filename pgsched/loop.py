@@ -384,14 +384,14 @@ class Loop:
     def _extend(self, connection: Connection) -> float:
         """Extend every claim that is held, also those whose outcome waits to be reported."""
         rest = self.settings.lease / 3
-        reporting = {outcome.claim for outcome in self._reporting}
-        claims = [each for each in self._held if each not in self._transactions.held]
+        reporting, in_transactions = {o.claim for o in self._reporting}, self._transactions.held
+        claims = [each for each in self._held if each not in in_transactions]
         for batch in batches(claims):
             answers = calls.extend_tasks(connection, batch, self._lease)
             for claim, answer in zip(batch, answers, strict=True):
                 cancels = answer == "cancel_requested" and not claim.cancelled.is_set()
-                # By its report, which is under way, the claim ends, too.
-                if answer == "lost" and claim not in reporting:
+                # A report that is under way ends a claim, too, and a transaction since begun.
+                if answer == "lost" and claim not in reporting and claim not in in_transactions:
                     self._lose(claim)
                 elif answer == "busy":
                     rest = min(1.0, self.settings.lease / 10)

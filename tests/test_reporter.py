@@ -101,6 +101,38 @@ def test_an_extension_that_comes_after_the_report_and_before_its_answer_loses_no
     assert [each for each in caplog.messages if each.startswith(("ended", "claim lost"))] == [ended]
 
 
+def test_an_extension_that_comes_after_a_transaction_since_begun_loses_no_claim(
+    dsn: str,
+    conn: psycopg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "pgsched")
+    worker = quick(dsn, lease=1, connections=1)
+    gate = Event()
+    worker.task("write")(lambda task, connection: gate.wait(PATIENCE))
+    first, second = enqueue(conn, "write"), enqueue(conn, "write")
+    answers: list[str] = []
+    extend_tasks = calls.extend_tasks
+
+    def late(connection: Connection, claims: Any, lease: Any) -> list[str]:
+        # The second waits for a connection now, and is done with when the database is asked.
+        if [each.id for each in claims] == [second] and not gate.is_set():
+            gate.set()
+            wait_for(conn, second, "completed")
+            answers.extend(extend_tasks(connection, claims, lease))
+            return answers
+        return extend_tasks(connection, claims, lease)
+
+    monkeypatch.setattr(calls, "extend_tasks", late)
+    with running(worker):
+        for task_id in (first, second):
+            ended = f"ended: task={task_id} task_type=write attempt=1 outcome=completed"
+            wait_until(lambda ended=ended: ended in caplog.messages)  # type: ignore[misc]
+    assert answers == ["lost"]
+    assert not [each for each in caplog.messages if each.startswith("claim lost")]
+
+
 def test_a_connection_that_broke_is_made_anew(worker: Worker, conn: psycopg.Connection) -> None:
     with running(worker):
         for _ in range(3):
