@@ -170,7 +170,7 @@ def test_a_connection_that_cannot_be_had_is_waited_for(
         assert set(main) <= set(sessions(conn))
     assert (began, len(tries)) == ([task_id], 4)
     assert len([each for each in caplog.messages if each.startswith("report: error=")]) == 3
-    assert sessions(conn) == []
+    wait_until(lambda: sessions(conn) == [], 5)
 
 
 def test_what_was_told_before_the_connection_broke_is_not_told_again(
