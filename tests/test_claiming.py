@@ -357,6 +357,9 @@ def test_contended_is_the_mean_of_what_others_held_ahead(connect: Connect) -> No
 def test_a_broken_claim_is_seen(
     connect: Connect, mutant: Mutant, test: Callable[[Connect], None]
 ) -> None:
-    mutants.install(connect(), mutant)
+    conn = connect()
+    if mutant is mutants.CLAIM_WITH_TRY_LOCK_IN_UPDATE and conn.info.server_version < 180000:
+        pytest.skip("before PostgreSQL 18 every plan finds what was picked by its place alone")
+    mutants.install(conn, mutant)
     with pytest.raises(AssertionError):
         test(connect)
