@@ -19,7 +19,7 @@ from pgsched.direct import Listener, Presence, backoff
 from pgsched.errors import PgschedError, SchemaError
 from pgsched.handlers import Executor, Handler, elsewhere, error_text, soon
 from pgsched.metrics import Metrics, Timed
-from pgsched.reporter import BATCH, USELESS, Reporter, batches, first_line, is_of
+from pgsched.reporter import BATCH, Reporter, batches, first_line, is_of
 from pgsched.transactions import Transactions
 from pgsched.worker import Inbox, Worker
 
@@ -49,6 +49,9 @@ REST_SECONDS = {"busy": 0.05}
 had its row locked. All others: a second."""
 IN_TOUCH_SECONDS = 15.0
 """After so long without a turn, the database, or this process, is taken for stuck."""
+
+USELESS = ("08", "25", "57P")
+"""Classes of SQLSTATE that a new connection may cure: it is broken, or its server read-only."""
 
 SETTLED = {
     "completed": {"completed": "completed", "already": "completed"},

@@ -22,8 +22,6 @@ BATCH = 100
 
 REFUSED = ("22", "23", "54", "P0", "TS")
 """Classes of SQLSTATE that say no to one outcome for good: bad data, a constraint, a limit."""
-USELESS = ("08", "25", "57P")
-"""Classes of SQLSTATE that a new connection may cure: it is broken, or its server read-only."""
 NOTHING_GOES = ("08", "25", "40", "42", "53", "57P", "58")
 """Classes of SQLSTATE that say no to whatever is asked now; any other is about what was asked."""
 

@@ -1,7 +1,6 @@
 """Outcomes are reported over a connection of their own: whatever holds that up, or breaks it, stops
 no claim and no lease from being extended, and loses no outcome."""
 
-from collections.abc import Callable
 from threading import Event
 from typing import Any
 
@@ -23,7 +22,6 @@ from pgsched import Task, Worker, calls, enqueue
 from pgsched.calls import Connection
 
 REPORTER = "pgsched % reporter"
-Answers = Callable[..., list[str]]
 
 
 @pytest.fixture
